@@ -1,6 +1,7 @@
 """Words of the playing side: who answers an environment, within which limits, and against which session.
 
-Flows: `run_group` opens sessions at a `SessionHost`, plays an `Env` with a `Policy` per session, and closes each with its `Episode`.
+Flows: `run_group` opens sessions at a `SessionHost`, plays an `Env` with a `Policy` per session, and closes each with
+    its `Episode`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class AgentError(Exception):
 
 
 class PolicyStop(Exception):
-    """The policy cannot go on for a reason that is no fault: the window is full, the session's budget is spent, the run stops."""
+    """The policy cannot go on for a reason that is no fault: the window is full, the session's budget is spent, the run
+    stops.
+    """
 
     def __init__(self, reason: StopReason, message: str = "") -> None:
         super().__init__(message or reason.value)
@@ -89,6 +92,13 @@ class GroupAssignment:
     """The task itself, or its index in the environment's own tasks."""
     seed: int
     """Seeds the environment; equal for all rollouts of the group."""
+    indices: tuple[int, ...] = ()
+    """The rollouts to play, where it is not the whole group: those that a fault ended are played again alone."""
+
+    @property
+    def rollouts(self) -> tuple[int, ...]:
+        """The indices to play."""
+        return self.indices or tuple(range(self.group_size))
 
 
 class SessionHost(Protocol):

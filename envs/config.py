@@ -1,6 +1,7 @@
 """The base of every configuration section, and the `[env]` section.
 
-A section refuses unknown keys, and refuses by name the keys of the specification that this build cannot honour yet: nothing is ignored.
+A section refuses unknown keys, and refuses by name the keys of the specification that this build cannot honour yet:
+nothing is ignored.
 """
 
 from __future__ import annotations

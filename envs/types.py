@@ -31,7 +31,9 @@ class StopReason(StrEnum):
 
 
 class EnvError(Exception):
-    """A fault of the environment (a tool's bug, a dead sandbox). The episode has no reward; it is not the policy's failure."""
+    """A fault of the environment (a tool's bug, a dead sandbox). The episode has no reward; it is not the policy's
+    failure.
+    """
 
 
 class ToolError(Exception):
@@ -70,7 +72,9 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What `reset` and `step` put under `info["step"]`. Equal for equal seeds and actions: wall times are not compared."""
+    """What `reset` and `step` put under `info["step"]`. Equal for equal seeds and actions: wall times are not
+    compared.
+    """
 
     task_id: str
     turn: int
@@ -85,6 +89,8 @@ class StepInfo:
     """Calls so far that were answered with an error text."""
     tool_seconds: float = field(default=0.0, compare=False)
     """Wall time spent in tools so far."""
+    step_reward: float | None = 0.0
+    """What the environment gave for this step alone, without the final score; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Who plays: policies, the play loop, and groups of rollouts."""

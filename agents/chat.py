@@ -1,0 +1,155 @@
+"""The chat policy: answers a conversation through an OpenAI-compatible URL, on the official `openai` client with its
+aiohttp transport.
+
+Messages go out, one assistant message comes back. It waits for the service, at most until the deadline that `act` is
+given. All policies of a process share one client, on the process's loop thread.
+
+The client is used through `post` with a body of our own making: building and validating typed objects costs three times
+the call itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import httpx2
+import openai
+import orjson
+
+from palestra.agents.types import AgentError, PolicyReply, PolicyStop, SamplingParams, SessionHandle
+from palestra.envs import background
+from palestra.envs.types import Message, StopReason, ToolSpec
+
+RETRY_DELAYS_S = (0.1, 0.5, 2.0)
+"""Waits before a call is sent again after its connection failed; the same X-Request-Id tells the service that it is the
+same call.
+"""
+
+STOP_CODES = {
+    "context_length_exceeded": StopReason.CONTEXT,
+    "session_closed": StopReason.CANCELLED,
+    "cancelled": StopReason.CANCELLED,
+}
+"""Error codes of the service that end the conversation and are no fault."""
+
+_shared: tuple[asyncio.AbstractEventLoop, openai.AsyncOpenAI] | None = None
+
+
+class ChatPolicy:
+    """Plays one session."""
+
+    def __init__(
+        self,
+        handle: SessionHandle,
+        sampling: SamplingParams,
+        *,
+        model: str = "policy",
+        request_timeout_s: float = 300.0,
+    ) -> None:
+        self._url = f"{handle.base_url.rstrip('/')}/chat/completions"
+        self._key = handle.api_key
+        self._request_timeout_s = request_timeout_s
+        self._fixed: dict[str, Any] = {
+            "model": model,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+        }
+        if sampling.seed is not None:
+            self._fixed["seed"] = sampling.seed
+
+    def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec], timeout_s: float) -> PolicyReply:
+        """The next assistant message. See `Policy.act`; `timeout_s` is what the episode has left."""
+        request: dict[str, Any] = {**self._fixed, "messages": list(messages)}
+        if tools:
+            request["tools"] = list(tools)
+        try:
+            body = orjson.dumps(request)
+        except TypeError as error:
+            raise AgentError(f"the conversation cannot be written as JSON: {error}") from error
+        limit = min(timeout_s, self._request_timeout_s)
+        try:
+            content = background.call(self._post(body), limit)
+        except TimeoutError:
+            if timeout_s <= self._request_timeout_s:
+                raise PolicyStop(StopReason.DEADLINE, f"no reply in the {timeout_s:.1f} s that were left") from None
+            raise AgentError(f"{self._url}: no reply after {limit:g} s") from None
+        except openai.APIStatusError as error:
+            _raise_status(error)
+        except openai.OpenAIError as error:
+            raise AgentError(f"{self._url}: {type(error).__name__}: {error.__cause__ or error}") from error
+        return _read_reply(content, self._url)
+
+    async def _post(self, body: bytes) -> bytes:
+        headers = {
+            "Authorization": f"Bearer {self._key}",
+            "Content-Type": "application/json",
+            "X-Request-Id": uuid.uuid4().hex,
+        }
+        for delay in (*RETRY_DELAYS_S, None):
+            try:
+                response = await _client().post(
+                    self._url, cast_to=httpx2.Response, content=body, options={"headers": headers}
+                )
+            except openai.APIConnectionError:
+                if delay is None:
+                    raise
+                await asyncio.sleep(delay)
+            else:
+                return response.content
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _client() -> openai.AsyncOpenAI:
+    """The process's client; made on the loop thread, and made anew where a forked child has a new loop."""
+    global _shared
+    loop = asyncio.get_running_loop()
+    if _shared is None or _shared[0] is not loop:
+        # 0 lifts aiohttp's limit of 100 connections, which None would leave in place. The service is reached directly,
+        # never through a proxy.
+        limits = httpx2.Limits(max_connections=0, max_keepalive_connections=None, keepalive_expiry=30.0)
+        http = openai.DefaultAioHttpClient(limits=limits, trust_env=False, timeout=None)
+        client = openai.AsyncOpenAI(
+            api_key="per-call", base_url="http://session", http_client=http, max_retries=0, timeout=None
+        )
+        _shared = (loop, client)
+    return _shared[1]
+
+
+def close_client() -> None:
+    """Closes the process's connections; the next call opens new ones."""
+    global _shared
+    shared, _shared = _shared, None
+    if shared is not None and shared[0] is background.loop():
+        background.call(shared[1].close(), 10.0)
+
+
+def _raise_status(error: openai.APIStatusError) -> NoReturn:
+    body = error.body if isinstance(error.body, Mapping) else {}
+    code = str(body.get("code") or "")
+    said = str(body.get("message") or error.message)
+    if error.status_code < 500:
+        if (reason := STOP_CODES.get(code)) is not None:
+            raise PolicyStop(reason, said) from None
+        if code == "budget_exceeded":
+            tokens = "token" in str(body.get("param") or said)
+            raise PolicyStop(StopReason.MAX_TOKENS if tokens else StopReason.MAX_TURNS, said) from None
+    raise AgentError(f"HTTP {error.status_code} {code or 'without a code'}: {said[:500]}") from error
+
+
+def _read_reply(content: bytes, url: str) -> PolicyReply:
+    try:
+        choice = orjson.loads(content)["choices"][0]
+        raw, finish_reason = choice["message"], choice["finish_reason"]
+        message = {key: value for key, value in raw.items() if value is not None}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AgentError(
+            f"{url}: the reply is no chat completion: {type(error).__name__}: {content[:200]!r}"
+        ) from error
+    message["role"] = "assistant"
+    message.setdefault("content", "")
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    return PolicyReply(message, str(finish_reason))

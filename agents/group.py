@@ -1,0 +1,219 @@
+"""Groups: the rollouts of one task, played side by side.
+
+An assignment goes in; each rollout opens its session, plays, and closes the session with its `Episode`, whatever
+happens to it or to its siblings. The first one goes ahead until its first reply, so that the engine has the shared
+prompt in its cache when the others come.
+
+It waits for a free thread, for the leader's first reply, and for the episodes; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from palestra.agents.play import Env, infra_episode, play
+from palestra.agents.types import GroupAssignment, Limits, Policy, PolicyReply, SessionHandle, SessionHost
+from palestra.envs.core import MessageEnv
+from palestra.envs.types import Episode, Message, Task, ToolSpec
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 30.0
+"""How much longer than its deadline an episode may take to end by itself: one tool call that is under way, and the
+grader.
+"""
+
+
+class EpisodeThreads:
+    """A thread per episode, at most `concurrency` at a time. Daemon threads: one that hangs neither fills a pool nor
+    holds up the exit.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        self.concurrency = concurrency
+        self._slots = threading.BoundedSemaphore(concurrency)
+
+    def start(self, work: Callable[[], None], name: str, timeout_s: float) -> Callable[[], None]:
+        """Runs `work` in a thread as soon as a slot is free. Returns what gives the slot back early, for a thread that
+        hangs.
+
+        Raises:
+            TimeoutError: no slot was free for `timeout_s` seconds.
+        """
+        if not self._slots.acquire(timeout=timeout_s):
+            raise TimeoutError(f"no free thread after {timeout_s:g} s: all {self.concurrency} are playing episodes")
+        given_back = threading.Lock()
+
+        def give_back() -> None:
+            if given_back.acquire(blocking=False):
+                self._slots.release()
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                give_back()
+
+        threading.Thread(target=run, daemon=True, name=name).start()
+        return give_back
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """How a worker makes what an episode needs. Called once per rollout, in its own thread."""
+
+    make_env: Callable[[], Env]
+    make_policy: Callable[[SessionHandle], Policy]
+
+
+def run_group(
+    assignment: GroupAssignment,
+    players: Players,
+    host: SessionHost,
+    limits: Limits,
+    threads: EpisodeThreads,
+) -> list[Episode]:
+    """Plays the group; all rollouts have the same task and seed. Blocks until each has ended, or is given up after its
+    deadline.
+
+    Returns:
+        One episode per rollout, by index.
+    """
+    first_reply = threading.Event()
+    rollouts = [
+        _Rollout(assignment, index, players, host, limits, first_reply) for index in range(assignment.group_size)
+    ]
+    leader, followers = rollouts[0], rollouts[1:]
+    _start(leader, threads)
+    if followers:
+        patience = limits.deadline_s + GRACE_S
+        if not first_reply.wait(patience):
+            logger.warning("group %s: the leader gave no sign in %g s; the others start", assignment.group_id, patience)
+    for rollout in followers:
+        _start(rollout, threads)
+    return [rollout.wait() for rollout in rollouts]
+
+
+def _start(rollout: _Rollout, threads: EpisodeThreads) -> None:
+    name = f"episode-{rollout.assignment.group_id}-{rollout.index}"
+    queue_s = 10 * (
+        rollout.limits.deadline_s + GRACE_S
+    )  # episodes of other groups may go first; each of them is bounded
+    try:
+        rollout.give_back = threads.start(rollout.run, name, queue_s)
+    except TimeoutError as error:
+        rollout.abandon(error)
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """One rollout of a group: its session, and its episode when that has ended."""
+
+    assignment: GroupAssignment
+    index: int
+    players: Players
+    host: SessionHost
+    limits: Limits
+    first_reply: threading.Event
+    give_back: Callable[[], None] = lambda: None
+    began: float = field(default_factory=time.monotonic)
+    task_id: str = ""
+    handle: SessionHandle | None = None
+    episode: Episode | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> None:
+        """The whole rollout, in its own thread; it raises nothing."""
+        self.began = time.monotonic()
+        task = self.assignment.task
+        self.task_id = task.id if isinstance(task, Task) else f"#{task}"
+        env: Env | None = None
+        try:
+            try:
+                env = self.players.make_env()
+                task = _resolve(env, task)
+                self.task_id = task.id
+            finally:  # a session is opened for every rollout: a group is complete when each of them was closed
+                handle = self._adopt(self.host.open_session(self.assignment, self.index, self.task_id))
+            policy = _Signalling(self.players.make_policy(handle), self.first_reply)
+            episode = play(env, policy, self.limits, task=task, seed=self.assignment.seed)
+        except Exception as error:
+            logger.exception("rollout %d of group %s could not be played", self.index, self.assignment.group_id)
+            episode = infra_episode(self.task_id, error)
+        finally:
+            self.first_reply.set()
+        self._close(episode)
+        _close_env(env)
+
+    def wait(self) -> Episode:
+        """The episode; one that has not ended a while after its deadline is given up, and its session is closed."""
+        while not self.ended.wait(max(0.0, self.began + self.limits.deadline_s + GRACE_S - time.monotonic())):
+            if time.monotonic() >= self.began + self.limits.deadline_s + GRACE_S:
+                self.abandon(TimeoutError(f"the episode's thread did not end within {GRACE_S:g} s after its deadline"))
+        assert self.episode is not None, "an ended rollout has its episode"
+        return self.episode
+
+    def abandon(self, error: BaseException) -> None:
+        """Gives the rollout up. Its thread, if it ever wakes, finds the session closed."""
+        self._close(infra_episode(self.task_id, error))
+        self.give_back()
+
+    def _adopt(self, handle: SessionHandle) -> SessionHandle:
+        with self.lock:
+            given_up = self.episode
+            if given_up is None:
+                self.handle = handle
+                return handle
+        self.host.close_session(handle, given_up)
+        raise TimeoutError("the session was opened after the rollout had been given up")
+
+    def _close(self, episode: Episode) -> None:
+        with self.lock:
+            if self.episode is not None:
+                return  # given up meanwhile, or ended just before that: the first one counts
+            self.episode = episode
+        try:
+            if self.handle is not None:
+                self.host.close_session(self.handle, episode)
+        except Exception as error:
+            logger.exception(
+                "the session of rollout %d of group %s was not closed", self.index, self.assignment.group_id
+            )
+            self.episode = infra_episode(self.task_id, error, like=episode)
+        finally:
+            self.ended.set()
+
+
+class _Signalling:
+    """Passes calls on and says when the first reply (or fault) has come."""
+
+    def __init__(self, policy: Policy, event: threading.Event) -> None:
+        self._policy, self._event = policy, event
+
+    def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec], timeout_s: float) -> PolicyReply:
+        try:
+            return self._policy.act(messages, tools, timeout_s)
+        finally:
+            self._event.set()
+
+
+def _resolve(env: Env, task: Task | int) -> Task:
+    inner = env.unwrapped
+    if not isinstance(inner, MessageEnv):
+        raise TypeError(f"a group plays a MessageEnv, got {type(inner).__name__}")
+    return inner.task_of(task)
+
+
+def _close_env(env: Env | None) -> None:
+    try:
+        if env is not None:
+            env.close()
+    except Exception:
+        logger.exception("an environment could not be closed")

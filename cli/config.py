@@ -1,0 +1,180 @@
+"""The run's configuration: one TOML file, checked whole before anything starts.
+
+In: a file and overrides such as `--optim.lr=1e-5`. Out: a frozen `RunConfig`, or an error that names the field, what is wrong and, for a
+misspelt key, the nearest one. Each package owns its section; this module puts them together and owns `[run]` and `[model]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from palestra.agents.config import AgentConfig
+from palestra.envs.config import EnvConfig, Section
+from palestra.server.config import RolloutConfig, ScheduleConfig
+from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message has a line per fault."""
+
+
+class ModelConfig(Section):
+    """`[model]`: which weights the run starts from."""
+
+    table: ClassVar[str] = "model"
+    not_built: ClassVar[frozenset[str]] = frozenset(
+        "preset layers hidden heads kv_heads head_dim ffn vocab tied qkv_bias qk_norm attn_gate max_position experts topk "
+        "moe_ffn shared_ffn dense_layers shared_gate expert_bias q_lora kv_lora nope_dim rope_dim v_dim index_dim linear_layers "
+        "lin_k_heads lin_v_heads lin_k_dim lin_v_dim lin_conv linear_kind mtp_layers".split()
+    )
+    path: str
+    """A local folder in Hugging Face form, a hub id, or a packaged model (`smollm2-135m`)."""
+    cache: str = "~/.cache/palestra"
+    """Where packaged models are converted to, once."""
+
+
+class RunSection(Section):
+    """`[run]`: where the run lives and how long it goes on."""
+
+    table: ClassVar[str] = "run"
+    not_built: ClassVar[frozenset[str]] = frozenset({"free_disk_bytes", "buffer_dir", "wall_clock_s"})
+    save_dir: str = "runs"
+    """Parent of the run's folder."""
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's folder below save_dir."""
+    steps: int = Field(10, ge=1)
+    """Train steps."""
+    save_every: int = Field(5, ge=1)
+    """Train steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+    start_deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    """How long a role may take to become ready, seconds."""
+
+
+class RunConfig(Section):
+    """The whole file."""
+
+    not_built: ClassVar[frozenset[str]] = frozenset(
+        {"hardware", "placement", "workload", "sandbox", "eval", "sglang", "router"}
+    )
+    model: ModelConfig
+    env: EnvConfig
+    run: RunSection = RunSection()
+    agent: AgentConfig = AgentConfig()
+    algo: AlgoConfig = AlgoConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    weights: WeightsConfig = WeightsConfig()
+    sft: SftConfig | None = None
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Passed to megatron-core's TransformerConfig untouched, after its names were checked."""
+    version: Literal[1] = 1
+    """Of this file's form."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.save_dir).expanduser() / self.run.name
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads, overrides and checks.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(data, override)
+    return check_config(data, str(path))
+
+
+def check_config(data: Mapping[str, Any], where: str) -> RunConfig:
+    """A checked configuration from plain values.
+
+    Raises:
+        ConfigError: a line per fault: field, what is wrong, what to do.
+    """
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(fault) for fault in error.errors()]
+        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The resolved configuration as TOML, every default written out."""
+    data = config.model_dump(mode="json", exclude_none=True)
+    plain = {key: value for key, value in data.items() if not isinstance(value, dict)}
+    lines = [f"{key} = {_toml(value)}" for key, value in plain.items()]
+    for table, values in data.items():
+        if isinstance(values, dict):
+            lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """`--table.key=value`; the value is TOML, or a bare word."""
+    key, equals, text = override.removeprefix("--").partition("=")
+    parts = key.split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"{override}: overrides look like --table.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    at = data
+    for part in parts[:-1]:
+        at = at.setdefault(part, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"{override}: {part} is not a table")
+    at[parts[-1]] = value
+
+
+def _explain(fault: Any) -> str:
+    """One pydantic fault in a user's words."""
+    path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(fault["loc"][:-1])
+        close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
+        return f"unknown field {path}" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}")
+    if fault["type"] == "missing":
+        return f"{path} must be given"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return message
+    return f"{path}: {message}, got {fault['input']!r}"
+
+
+def _known_keys(tables: Sequence[Any]) -> list[str]:
+    model: Any = RunConfig
+    for table in tables:
+        annotation = model.model_fields[table].annotation
+        options = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+        if model is None:
+            return []
+    return list(model.model_fields)

@@ -1,0 +1,1 @@
+"""Launchers: how a role's process comes to life and ends."""

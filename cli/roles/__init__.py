@@ -1,0 +1,1 @@
+"""The processes that a run consists of: each module has one `main(context)`."""

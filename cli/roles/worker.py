@@ -1,0 +1,104 @@
+"""The environment worker role: user code. It takes assignments from the service and plays them, a thread per episode.
+
+It reaches the model by the gateway's URL only. It waits for work with bounded long polls, and ends when the service is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from palestra.agents.chat import ChatPolicy
+from palestra.agents.group import EpisodeThreads, Players, run_group
+from palestra.agents.types import GroupAssignment
+from palestra.cli.roles.context import RoleContext
+from palestra.envs.registry import make_env
+from palestra.server.client import ServiceClient, ServiceError
+from palestra.server.health import HealthListener
+
+logger = logging.getLogger(__name__)
+PATIENCE_S = 20.0
+"""How long the service may be unreachable before the worker gives up."""
+
+
+class Worker:
+    """Plays assignments until it is told to stop."""
+
+    def __init__(self, context: RoleContext, client: ServiceClient) -> None:
+        self.context, self.client = context, client
+        self.config = context.config
+        self.threads = EpisodeThreads(self.config.env.concurrency)
+        self.stopping = threading.Event()
+        self._groups: set[threading.Thread] = set()
+        self._groups_at_once = max(1, -(-self.config.env.concurrency // self.config.algo.group_size))
+
+    def register(self) -> None:
+        """Tells the service how many tasks there are, unless the service read them from a file itself."""
+        env = make_env(self.config.env.id, self.config.env.args)
+        try:
+            if self.config.env.tasks is None:
+                self.client.register_worker(len(env.unwrapped.tasks))
+        finally:
+            env.close()
+
+    def run(self) -> None:
+        """Takes work while there is room for another group.
+
+        Raises:
+            ServiceError: the service was gone for longer than PATIENCE_S.
+        """
+        last_answer = time.monotonic()
+        while not self.stopping.is_set():
+            self._groups = {thread for thread in self._groups if thread.is_alive()}
+            if len(self._groups) >= self._groups_at_once:
+                next(iter(self._groups)).join(0.05)
+                continue
+            try:
+                assignment = self.client.work(wait_s=2.0)
+                last_answer = time.monotonic()
+            except ServiceError as error:
+                if error.status == 0 and time.monotonic() - last_answer < PATIENCE_S:
+                    self.stopping.wait(0.5)
+                    continue
+                raise
+            if assignment is not None:
+                self._play(assignment)
+
+    def status(self) -> dict[str, object]:
+        """For /health."""
+        return {"status": "ok", "groups": len(self._groups)}
+
+    def _play(self, assignment: GroupAssignment) -> None:
+        thread = threading.Thread(target=self._play_group, args=(assignment,), daemon=True, name=assignment.group_id)
+        self._groups.add(thread)
+        thread.start()
+
+    def _play_group(self, assignment: GroupAssignment) -> None:
+        algo = self.config.algo
+        sampling, timeout_s = algo.sampling(), self.config.agent.request_timeout_s
+        players = Players(
+            make_env=lambda: make_env(self.config.env.id, self.config.env.args),
+            make_policy=lambda handle: ChatPolicy(handle, sampling, request_timeout_s=timeout_s),
+        )
+        run_group(assignment, players, self.client, algo.limits(), self.threads)
+
+
+def main(context: RoleContext) -> int:
+    """Plays until SIGTERM."""
+    client = ServiceClient(context.peer("service"), context.token)
+    worker = Worker(context, client)
+    on_stop(worker.stopping.set)
+    worker.register()
+    with HealthListener(worker.status) as listener:
+        context.announce(listener.url)
+        worker.run()
+    return 0
+
+
+def on_stop(callback: Callable[[], None]) -> None:
+    """Calls `callback` on SIGTERM; SIGINT is the supervisor's business."""
+    signal.signal(signal.SIGTERM, lambda *_: callback())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,224 @@
+"""Tools: methods that a model can call. Marked by `@tool`, described once per class, run with a deadline, answered in
+text.
+
+A call comes in as OpenAI's tool_call, a `Call` comes out. What a tool says to the model (`ToolError`), wrong arguments
+and deadlines become text; anything else that a tool raises is a fault of the environment (`EnvError`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from palestra.envs import background
+from palestra.envs.schema import Signature, parse_arguments, read_signature
+from palestra.envs.types import EnvError, Message, ToolError, ToolSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RESULT_LIMIT = 20_000
+"""Characters of a result that the model sees; the middle of a longer one is left out."""
+IO_TIMEOUT_S = 30.0
+"""Deadline of tools that wait for something (async, or marked `io`) and name none."""
+_MARK = "__palestra_tool__"
+
+
+class ToolTimeout(ToolError):
+    """A tool ran past its deadline. The model is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What `@tool` was given."""
+
+    name: str | None
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool of an environment class."""
+
+    name: str
+    attribute: str
+    """The method's name on the environment."""
+    signature: Signature
+    timeout_s: float | None
+    """None runs it inline, in the episode's own thread."""
+    is_async: bool
+
+    @property
+    def spec(self) -> ToolSpec:
+        """Its description in OpenAI's form."""
+        function = {
+            "name": self.name,
+            "description": self.signature.description,
+            "parameters": self.signature.parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that a policy made, and how it went."""
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    """As the tool got them; None where they could not be read."""
+    result: Any
+    """The tool's own return value; None after an error."""
+    error: str | None
+    """What the model was told instead of a result."""
+    message: Message
+    """The tool message that answered it."""
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(*, name: str | None = None, timeout_s: float | None = None, io: bool = False) -> Callable[[F], F]: ...
+def tool(function: Any = None, /, *, name: str | None = None, timeout_s: float | None = None, io: bool = False) -> Any:
+    """Marks a method as a tool. Its hints and docstring become the schema.
+
+    A plain function without a deadline runs inline. With `timeout_s`, or `io=True` (30 s), it gets a thread of its own:
+    a pool would be used up by tools that hang. Coroutine functions run on the process's loop thread, 30 s unless told
+    otherwise.
+    """
+
+    def mark(marked: Any) -> Any:
+        deadline = timeout_s
+        if deadline is None and (io or inspect.iscoroutinefunction(inspect.unwrap(marked))):
+            deadline = IO_TIMEOUT_S
+        setattr(marked, _MARK, Marked(name, deadline))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+def collect_tools(cls: type) -> dict[str, Tool]:
+    """The marked methods of a class, inherited ones included, by the name that the model sees.
+
+    Raises:
+        TypeError: a signature that cannot be described, or two tools of one name.
+    """
+    tools: dict[str, Tool] = {}
+    for attribute in dir(cls):
+        member = inspect.getattr_static(cls, attribute)
+        function = getattr(member, "__func__", member)
+        marked = getattr(member, _MARK, None) or getattr(function, _MARK, None)
+        if not isinstance(marked, Marked):
+            continue
+        name = marked.name or attribute
+        if name in tools:
+            raise TypeError(
+                f"{cls.__qualname__}: two tools are called {name!r}: {tools[name].attribute} and {attribute}"
+            )
+        signature = read_signature(function, skip_first=not isinstance(member, staticmethod))
+        tools[name] = Tool(name, attribute, signature, marked.timeout_s, inspect.iscoroutinefunction(function))
+    return tools
+
+
+def run_call(call: Mapping[str, Any], tools: Mapping[str, Tool], owner: object) -> Call:
+    """Runs one tool_call of an assistant message against `owner`'s methods.
+
+    Raises:
+        EnvError: the tool has a fault of its own; the episode cannot be scored.
+    """
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    name, arguments, result, error = str(function.get("name")), None, None, None
+    try:
+        known = tools.get(name)
+        if known is None:
+            raise ToolError(f"no tool named {name[:100]!r}; tools: {', '.join(tools)}")
+        arguments = _arguments(known, function.get("arguments"))
+        result = _run(known, getattr(owner, known.attribute), arguments)
+        text = result_text(result)
+    except ToolError as refusal:
+        error = str(refusal)
+        text = result_text(f"Error: {error}")
+    message = {"role": "tool", "tool_call_id": str(call.get("id") or ""), "name": name, "content": text}
+    return Call(name, arguments, result, error, message)
+
+
+def _arguments(known: Tool, raw: Any) -> dict[str, Any]:
+    try:
+        return parse_arguments(known.signature, raw)
+    except ValueError as error:
+        raise ToolError(str(error)) from None
+
+
+def _run(known: Tool, method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        if known.is_async:
+            return _run_async(known, method, arguments)
+        if known.timeout_s is None:
+            return method(**arguments)
+        return _run_in_thread(known, method, arguments, known.timeout_s)
+    except (ToolError, EnvError):
+        raise
+    except Exception as error:
+        raise EnvError(f"tool {known.name}: {type(error).__name__}: {error}") from error
+
+
+def _run_async(known: Tool, method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    deadline = IO_TIMEOUT_S if known.timeout_s is None else known.timeout_s
+    try:
+        return background.call(method(**arguments), deadline)
+    except TimeoutError:
+        raise ToolTimeout(f"tool {known.name} ran past {deadline:g} s") from None
+
+
+def _run_in_thread(known: Tool, method: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(method(**arguments))
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the episode's thread
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name=f"tool-{known.name}").start()
+    done, _ = concurrent.futures.wait([future], timeout_s)
+    if not done:  # a thread cannot be stopped: its late result is dropped
+        raise ToolTimeout(f"tool {known.name} ran past {timeout_s:g} s")
+    return future.result()
+
+
+def result_text(value: Any, limit: int = RESULT_LIMIT) -> str:
+    """What the model reads: text as it is, the rest as JSON in its own letters; the middle of a long result is left
+    out.
+
+    Raises:
+        EnvError: the value cannot be written as JSON.
+    """
+    if isinstance(value, str):
+        text = value
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise EnvError(f"a tool's result cannot be written as JSON: {type(error).__name__}: {error}") from error
+    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates break JSON clients
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n...[{len(text) - 2 * half} characters left out]...\n{text[-half:]}"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy
+        return value.tolist()
+    if hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return str(value)

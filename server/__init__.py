@@ -1,0 +1,1 @@
+"""The rollout service: gateway, renderer, recorder, engine client, plan of tasks, buffer."""

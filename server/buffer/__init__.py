@@ -1,0 +1,1 @@
+"""The durable queue of groups between the rollouts and the trainer."""

@@ -1,0 +1,94 @@
+"""Counts the sampled tokens of a group's rows, for the ledger, and checks what the buffer asks of a group beyond laws
+1 and 2.
+
+In: a group. Out: counts per rollout, as records and as JSON. Nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+
+from palestra.server.buffer.types import RolloutCounts
+from palestra.server.store.jsonbytes import dumps, loads
+from palestra.server.types import SAMPLED_SOURCES, SampleError, TokenSource, TrajectoryGroup
+
+BY_HAND = "by_mask"
+"""Name in the ledger of sampled tokens that a mask made by hand leaves out."""
+
+
+def count_rollouts(group: TrajectoryGroup) -> tuple[RolloutCounts, ...]:
+    """The counts of each rollout that has rows, in the order of the rows."""
+    trained: dict[tuple[str, int], int] = {}
+    masked: dict[tuple[str, int], dict[str, int]] = {}
+    rewards: dict[tuple[str, int], float | None] = {}
+    for row in group.samples:
+        key = (row.rollout_id, row.attempt)
+        rewards[key] = row.reward
+        is_sampled = row.sources == TokenSource.SAMPLED
+        on = row.loss_mask.astype(bool)
+        trained[key] = trained.get(key, 0) + int(np.count_nonzero(is_sampled & on))
+        names = masked.setdefault(key, {})
+        for source in SAMPLED_SOURCES - {TokenSource.SHARED}:
+            if count := int(np.count_nonzero((row.sources == source) & ~on)):
+                name = BY_HAND if source == TokenSource.SAMPLED else source.name.lower()
+                names[name] = names.get(name, 0) + count
+    return tuple(RolloutCounts(*key, rewards[key], trained[key], masked[key]) for key in trained)
+
+
+def counts_to_json(counts: tuple[RolloutCounts, ...]) -> bytes:
+    """For the database."""
+    return dumps([[c.rollout_id, c.attempt, c.reward, c.trained, c.masked] for c in counts])
+
+
+def counts_from_json(data: bytes) -> tuple[RolloutCounts, ...]:
+    """What `counts_to_json` wrote."""
+    return tuple(RolloutCounts(*item) for item in loads(data))
+
+
+def versions_of(group: TrajectoryGroup) -> list[int]:
+    """The policy versions of all sampled tokens, ascending."""
+    return sorted({span.version for row in group.samples for span in row.spans if span.end > span.start})
+
+
+def check_group(group: TrajectoryGroup) -> None:
+    """Raises:
+    SampleError: no rows, a row of another group, a row twice, or a trained row without a reward.
+    """
+    where = f"group {group.group_id}"
+    if not group.samples:
+        raise SampleError(f"{where}: no rows; record it as dropped instead")
+    seen: set[tuple[str, int, int]] = set()
+    for row in group.samples:
+        name = f"row {row.rollout_id}/{row.attempt} branch {row.branch}"
+        key = (row.rollout_id, row.attempt, row.branch)
+        if row.group_id != group.group_id:
+            raise SampleError(f"{where}: {name} is of group {row.group_id}")
+        if key in seen:
+            raise SampleError(f"{where}: {name} is there twice")
+        if row.reward is None and ((row.loss_mask != 0) & (row.sources == TokenSource.SAMPLED)).any():
+            raise SampleError(f"{where}: {name} is trained on although its reward is unknown")
+        seen.add(key)
+
+
+def count_ready(db: sqlite3.Connection, now: float) -> int:
+    """Groups that could be claimed at a time. Reads the index alone, since it is asked for often."""
+    sql = "select count(*) from groups where state = 'ready' or (state = 'claimed' and lease_until <= ?)"
+    return int(db.execute(sql, (now,)).fetchone()[0])
+
+
+def count_states(db: sqlite3.Connection, now: float) -> dict[str, int]:
+    """Groups by state at a time, leases that ran out as ready; the dropped ones once more by reason, as
+    dropped(reason)."""
+    counts = dict.fromkeys(("ready", "claimed", "committed", "dropped"), 0)
+    rows = db.execute(
+        "select iif(state = 'claimed' and lease_until <= ?, 'ready', state) as now, reason, count(*) from groups "
+        "group by now, reason order by now, reason",
+        (now,),
+    )
+    for state, reason, n in rows:
+        counts[state] += n
+        if state == "dropped":
+            counts[f"dropped({reason})"] = n
+    return counts

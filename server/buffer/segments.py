@@ -1,0 +1,136 @@
+"""Append-only files of encoded groups. A group's place is known only once its bytes are on the disk.
+
+In: blobs of the codec. Out: their places, to be written into the database afterwards; so bytes that no place names (a
+torn tail, the rest of a failed write) are garbage that nobody reads. Waits for the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.server.buffer.codec import check_bytes
+from palestra.server.store.database import sync_folder
+from palestra.server.types import StoreError
+
+SUFFIX = ".seg"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a blob lies."""
+
+    segment: str
+    """File name within the folder."""
+    offset: int
+    """Bytes."""
+    length: int
+    """Bytes."""
+
+
+def read_blob(folder: Path, place: Place) -> bytes:
+    """The blob at a place, its checksum compared.
+
+    Raises:
+        StoreError: it cannot be read or is damaged; names file and offset.
+    """
+    path = folder / place.segment
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            blob = os.pread(fd, place.length, place.offset)
+        finally:
+            os.close(fd)
+        if len(blob) != place.length:
+            raise StoreError(f"the file ends after {len(blob)} of {place.length} bytes")
+        check_bytes(blob)
+    except (OSError, StoreError) as error:
+        raise StoreError(f"{path} at offset {place.offset}: {error}") from error
+    return blob
+
+
+class SegmentWriter:
+    """The one writer of a folder of segments. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """A new segment is begun when one has reached `max_bytes`."""
+        self.folder, self._max_bytes = folder, max_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fd, self._name, self._end = -1, "", 0
+
+    @property
+    def active(self) -> str:
+        """The segment that the next blobs may go into; empty where there is none yet."""
+        return self._name
+
+    def append(self, blobs: Sequence[bytes]) -> list[Place]:
+        """Writes all blobs, durably.
+
+        Raises:
+            StoreError: the disk is full or failed; none of them has a place.
+        """
+        if not blobs:
+            return []
+        try:
+            if self._fd < 0 or self._end >= self._max_bytes:
+                self._begin()
+            _write_all(self._fd, b"".join(blobs), self._end)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._abandon()
+            raise StoreError(f"{self.folder}: cannot write a group: {error}; nothing of it was kept") from error
+        places = []
+        for blob in blobs:
+            places.append(Place(self._name, self._end, len(blob)))
+            self._end += len(blob)
+        return places
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Deletes segments, never the active one."""
+        for name in names:
+            if name != self._name:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.folder / name)
+        sync_folder(self.folder)
+
+    def names(self) -> list[str]:
+        """All segments of the folder, oldest first."""
+        return sorted(path.name for path in self.folder.glob(f"*{SUFFIX}"))
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._name, self._end = -1, "", 0
+
+    def _begin(self) -> None:
+        self.close()
+        names = self.names()
+        number = int(names[-1].removesuffix(SUFFIX)) + 1 if names else 1
+        name = f"{number:08d}{SUFFIX}"
+        self._fd = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self._name, self._end = name, 0
+        sync_folder(self.folder)
+
+    def _abandon(self) -> None:
+        """After a failed write the file's cached pages cannot be trusted: what was durable stays, the next blob begins
+        a new file."""
+        if self._fd < 0:
+            return
+        with contextlib.suppress(OSError):  # only gives space back
+            os.ftruncate(self._fd, self._end)
+        empty, name = self._end == 0, self._name
+        self.close()
+        if empty:
+            with contextlib.suppress(OSError):
+                os.unlink(self.folder / name)
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written

@@ -1,0 +1,221 @@
+"""The service's Python client, for trainers and environment workers. Blocking, thread-safe, without torch or a web framework.
+
+In: calls. Out: the service's words as Python values. Every wait has a deadline; connection faults of calls that can be repeated are retried
+within it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import orjson
+
+from palestra.agents.types import AgentError, GroupAssignment, SessionHandle
+from palestra.envs.tasks import task_from_json
+from palestra.envs.types import Episode, Task
+from palestra.server.buffer.codec import decode_group
+from palestra.server.store.jsonbytes import dumps
+from palestra.server.store.types import outcome_of
+from palestra.server.types import LeaseLost, RenderedRow, ServerError, TrajectoryGroup
+
+
+class ServiceError(ServerError):
+    """The service refused a call or could not be reached; the message says which and why."""
+
+    def __init__(self, message: str, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class ServiceClient:
+    """Talks to one rollout service with its admin token."""
+
+    def __init__(self, url: str, admin_token: str, *, timeout_s: float = 120.0, retry_s: float = 20.0) -> None:
+        self.url, self.retry_s = url.rstrip("/"), retry_s
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {admin_token}"},
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def _call(self, method: str, path: str, body: Any = None, *, retry: bool = True, timeout_s: float | None = None) -> bytes:
+        """One call; faults of the connection are retried for `retry_s` where repeating is harmless."""
+        data = body if isinstance(body, bytes) else None if body is None else dumps(body)
+        give_up, delay = time.monotonic() + self.retry_s, 0.1
+        extra: dict[str, Any] = {} if timeout_s is None else {"timeout": httpx.Timeout(timeout_s, connect=10.0)}
+        while True:
+            try:
+                answer = self._http.request(method, path, content=data, **extra)
+                break
+            except httpx.TransportError as error:
+                if not retry or time.monotonic() + delay > give_up:
+                    raise ServiceError(f"{method} {self.url}{path}: {type(error).__name__}: {error}") from error
+                time.sleep(delay)
+                delay = min(delay * 2, 2.0)
+        if answer.status_code == 200:
+            return bytes(answer.content)
+        raise _error_of(answer.status_code, bytes(answer.content), f"{method} {path}")
+
+    def _json(self, method: str, path: str, body: Any = None, *, retry: bool = True, timeout_s: float | None = None) -> Any:
+        return orjson.loads(self._call(method, path, body, retry=retry, timeout_s=timeout_s))
+
+    # -- what the trainer calls
+
+    def restore(self, *, train_step: int, checkpoint_id: str | None, policy_version: int) -> int:
+        """Starts from a checkpoint: commits of later steps are undone, abandoned groups dropped. The next version to publish."""
+        body = {"train_step": train_step, "checkpoint_id": checkpoint_id, "policy_version": policy_version}
+        return int(self._json("POST", "/admin/restore", body)["next_version"])
+
+    def claim(self, n: int, owner: str, ttl_s: float, deadline_s: float) -> list[TrajectoryGroup]:
+        """Exactly `n` groups under a lease of `ttl_s`.
+
+        Raises:
+            TimeoutError: they were not ready within `deadline_s`; the message says who was waited for.
+        """
+        deadline, claim_id = time.monotonic() + deadline_s, uuid.uuid4().hex
+        while True:
+            wait = min(20.0, deadline - time.monotonic())
+            if wait <= 0:
+                raise TimeoutError(f"no {n} groups within {deadline_s:.0f} s: {self.status()['waits']}")
+            body = {"n": n, "owner": owner, "ttl_s": ttl_s, "wait_s": wait, "claim_id": claim_id}
+            raw = self._call("POST", "/admin/claim", body)
+            if raw:
+                return _groups(raw)
+
+    def renew(self, group_ids: Sequence[str], owner: str, ttl_s: float) -> int:
+        """Extends leases; how many are still held."""
+        body = {"group_ids": list(group_ids), "owner": owner, "ttl_s": ttl_s}
+        return int(self._json("POST", "/admin/lease", body)["count"])
+
+    def release(self, group_ids: Sequence[str], owner: str) -> int:
+        """Gives groups back unread."""
+        body = {"group_ids": list(group_ids), "owner": owner, "release": True}
+        return int(self._json("POST", "/admin/lease", body)["count"])
+
+    def commit(self, step: int, checkpoint_id: str, group_ids: Sequence[str], owner: str) -> int:
+        """Marks groups as trained in `step`, all or none; can be repeated.
+
+        Raises:
+            LeaseLost: they are no longer `owner`'s; nothing was marked.
+        """
+        body = {"step": step, "checkpoint_id": checkpoint_id, "group_ids": list(group_ids), "owner": owner}
+        try:
+            return int(self._json("POST", "/admin/commit", body)["count"])
+        except ServiceError as error:
+            if error.code == "lease_lost":
+                raise LeaseLost(str(error)) from error
+            raise
+
+    def publish_begin(self, version: int, train_step: int) -> None:
+        """Holds generation for new weights of `train_step`."""
+        self._json("POST", "/admin/publish/begin", {"version": version, "train_step": train_step}, timeout_s=900.0)
+
+    def publish_bucket(self, blob: bytes) -> None:
+        """A part of the weights by value, as safetensors."""
+        self._json("POST", "/admin/publish/bucket", blob, retry=False, timeout_s=900.0)
+
+    def publish_end(self, version: int, path: str | None) -> None:
+        """Puts the weights in force: those in the folder `path`, or the buckets where it is None."""
+        self._json("POST", "/admin/publish/end", {"version": version, "path": path}, retry=False, timeout_s=900.0)
+
+    def render(self, transcripts: Sequence[Mapping[str, Any]]) -> list[RenderedRow]:
+        """Transcripts ({"messages", "tools"}) as supervised rows."""
+        rows = self._json("POST", "/admin/render", {"transcripts": list(transcripts)})
+        return [
+            RenderedRow(np.asarray(r["token_ids"], dtype=np.int32), np.asarray(r["loss_mask"], dtype=np.uint8)) for r in rows
+        ]
+
+    def step_metrics(self) -> dict[str, float]:
+        """Rollout-side figures since the last call."""
+        return dict(self._json("GET", "/admin/metrics", retry=False))
+
+    # -- what everybody may ask
+
+    def status(self) -> dict[str, Any]:
+        """What goes on, and who waits for whom."""
+        return dict(self._json("GET", "/status"))
+
+    def ledger(self) -> dict[str, Any]:
+        """Where every sampled token went."""
+        return dict(self._json("GET", "/admin/ledger"))
+
+    # -- what an environment worker calls
+
+    def register_worker(self, tasks: int) -> None:
+        """Says how many tasks this worker's environment has."""
+        self._json("POST", "/admin/worker", {"tasks": tasks})
+
+    def work(self, wait_s: float) -> GroupAssignment | None:
+        """The next assignment, or None where none came within `wait_s`. Never repeated: an answer that is lost is an assignment that the
+        service believes to be playing, which its own deadline finds."""
+        value = self._json("POST", "/admin/work", {"wait_s": wait_s}, retry=False)
+        if value is None:
+            return None
+        task: Task | int = value["task"] if isinstance(value["task"], int) else task_from_json(value["task"])
+        return GroupAssignment(
+            group_id=value["group_id"],
+            group_size=value["group_size"],
+            attempt=value["attempt"],
+            task=task,
+            seed=value["seed"],
+            indices=tuple(value["indices"]),
+        )
+
+    def open_session(self, assignment: GroupAssignment, index: int, task_id: str) -> SessionHandle:
+        """Opens the session of rollout `index`.
+
+        Raises:
+            AgentError: the service refused it or is gone.
+        """
+        body = {
+            "rollout_id": f"{assignment.group_id}-{index}",
+            "attempt": assignment.attempt,
+            "group_id": assignment.group_id,
+            "task_id": task_id,
+            "index": index,
+        }
+        try:
+            value = self._json("POST", "/v1/sessions", body, retry=False)
+        except ServiceError as error:
+            raise AgentError(str(error)) from error
+        return SessionHandle(value["rollout_id"], value["attempt"], value["base_url"], value["api_key"])
+
+    def close_session(self, handle: SessionHandle, episode: Episode) -> None:
+        """Ends a session with its episode; can be repeated.
+
+        Raises:
+            AgentError: the service is gone.
+        """
+        outcome = {name: getattr(outcome_of(episode), name) for name in outcome_of(episode).__slots__}
+        try:
+            self._json("POST", f"/v1/sessions/{handle.rollout_id}/close", {"attempt": handle.attempt, "outcome": outcome})
+        except ServiceError as error:
+            raise AgentError(str(error)) from error
+
+
+def _groups(raw: bytes) -> list[TrajectoryGroup]:
+    groups, at = [], 0
+    while at < len(raw):
+        (size,) = struct.unpack_from("<I", raw, at)
+        groups.append(decode_group(raw[at + 4 : at + 4 + size]))
+        at += 4 + size
+    return groups
+
+
+def _error_of(status: int, raw: bytes, call: str) -> ServiceError:
+    try:
+        error = orjson.loads(raw)["error"]
+        return ServiceError(f"{call}: {error['message']}", status, error["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ServiceError(f"{call}: HTTP {status}: {raw[:300].decode(errors='replace')}", status)

@@ -1,0 +1,79 @@
+"""One request on its way through the engine, as the generation loop keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.server.embedded.sampling import Wish, uniform
+from palestra.server.embedded.types import GenerateCall, GenerateResult
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Tokens so far, and where their keys and values are."""
+
+    call: GenerateCall
+    order: int
+    """Order of arrival; the queue is kept in it, so a retracted request comes first again."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and completion."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    filled: int = 0
+    """Leading tokens whose keys and values are in the slot."""
+    epoch: int = 0
+    """Weight epoch of the oldest of them."""
+    reading: bool = False
+    """Runs, and has not been read to its end yet: siblings wait for its pages."""
+    cached: int | None = None
+    """Prompt tokens found in the prefix store when it first ran."""
+    names: list[bytes] = field(default_factory=list)
+    """Names of its whole pages, as far as they were needed."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.call.prompt)
+
+    @property
+    def completion(self) -> list[int]:
+        """Ids after the prompt."""
+        return self.tokens[len(self.call.prompt) :]
+
+    @property
+    def sampled(self) -> int:
+        """Number of ids after the prompt."""
+        return len(self.tokens) - len(self.call.prompt)
+
+    def wish(self) -> Wish:
+        """How its next token is drawn."""
+        forced = self.call.forced_ids[self.sampled] if self.sampled < len(self.call.forced_ids) else -1
+        return Wish(self.call.temperature, uniform(self.call.seed, len(self.tokens)), forced)
+
+    def append(self, token: int, logprob: float, version: str) -> dict[str, Any] | None:
+        """Takes the next token. Returns the finish reason if it was the last one."""
+        at = self.sampled
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1], at + 1)
+        else:
+            self.versions.append((version, at, at + 1))
+        if token in self.call.stop_ids:
+            return {"type": "stop", "matched": token}
+        if self.sampled >= self.call.max_new_tokens:
+            return {"type": "length", "length": self.sampled}
+        return None
+
+    def result(self, reason: dict[str, Any], experts: NDArray[np.int16] | None = None) -> GenerateResult:
+        """What is answered."""
+        return GenerateResult(
+            token_ids=tuple(self.completion),
+            logprobs=tuple(self.logprobs),
+            finish_reason=reason,
+            versions=tuple(self.versions),
+            cached_tokens=self.cached or 0,
+            experts=experts,
+        )

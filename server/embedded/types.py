@@ -1,0 +1,106 @@
+"""Words of the embedded engine: its options, one call of /generate, what is answered, and its errors. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.server.types import ServerError
+
+
+class EmbeddedError(ServerError):
+    """Root of the embedded engine's errors. `status` is the HTTP status it is answered with."""
+
+    status = 500
+
+
+class RequestRefused(EmbeddedError):
+    """The request cannot be served as it is: repeating it cannot help."""
+
+    status = 400
+
+
+class WeightsRefused(EmbeddedError):
+    """New weights that do not fit or cannot be read. The model is as it was."""
+
+    status = 400
+
+
+class ModelRefused(EmbeddedError):
+    """The model folder cannot be served: missing, or of an architecture that this engine does not know."""
+
+    status = 400
+
+
+class EngineDied(EmbeddedError):
+    """The generation loop ended with a fault: nothing can be generated any more. Carries the cause."""
+
+    status = 500
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How one engine process is set up. 0 means: derive it from the model."""
+
+    model_path: str
+    """A Hugging Face folder: config.json and safetensors."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    num_threads: int = 0
+    """torch's threads; 0: torch's own choice."""
+    context_length: int = 0
+    """Prompt and completion together, tokens; 0: the model's max_position_embeddings."""
+    max_running: int = 64
+    """Requests in one batch; the others queue."""
+    page_size: int = 16
+    """Tokens per page of the prefix store: prefixes are shared in whole pages."""
+    max_total_tokens: int = 0
+    """Bounds the tokens of all running requests, and separately those of the prefix store; 0: 1 GiB of keys and values."""
+    chunk_size: int = 512
+    """Prompt tokens that one step reads at most, so that running requests go on while a long prompt is read."""
+    allow_forced_ids: bool = False
+    """Test option: requests may carry `forced_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One checked request."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    temperature: float
+    """0 is greedy; logprobs are then those of temperature 1."""
+    max_new_tokens: int
+    """Already cut to what the context window leaves."""
+    stop_ids: frozenset[int]
+    seed: int
+    """A token's draw depends on the seed and the token's position only, so a resumed request draws what it would have drawn."""
+    forced_ids: tuple[int, ...] = ()
+    """Emitted instead of sampled ones; logprobs stay the model's."""
+    want_experts: bool = False
+    extra_key: str = ""
+    """Requests share cached prefixes only within one key."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """What became of a call."""
+
+    token_ids: tuple[int, ...]
+    """The end token included, if one came."""
+    logprobs: tuple[float, ...]
+    """log softmax(logits / temperature) of each id, over the whole vocabulary."""
+    finish_reason: dict[str, Any]
+    """{"type": "stop", "matched": id}, {"type": "length", "length": n} or {"type": "abort", "message": text}."""
+    versions: tuple[tuple[str, int, int], ...]
+    """(version, start, end) within token_ids, run-length coded."""
+    cached_tokens: int
+    """Prompt tokens whose keys and values were taken from the prefix store when the request first ran."""
+    experts: NDArray[np.int16] | None = None
+    """[prompt + completion - 1, layers, top-k]; -1 in layers without experts. Where the request asked for it."""

@@ -1,0 +1,124 @@
+"""New weights: from a folder or from buckets into the running model, all or nothing.
+
+In: tensors under their Hugging Face names. Out: the model's parameters, overwritten in place. Waits for the disk.
+
+transformers keeps the experts of a layer in one tensor; checkpoints and trainers name them one by one. So each Hugging Face name is mapped to a
+view into the parameter that holds it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, load_file
+
+from palestra.server.embedded.types import ModelRefused, WeightsRefused
+
+SHOWN = 5
+
+
+class WeightViews:
+    """Hugging Face name -> where it lives in the model."""
+
+    def __init__(self, module: Any, folder: str) -> None:
+        """
+        Raises:
+            ModelRefused: the folder's checkpoint has names that this engine could not update later.
+        """
+        self._views: dict[str, torch.Tensor] = {}
+        self._home: dict[str, str] = {}  # tied names share one home
+        homes: dict[int, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            for given, view in _expert_views(name, parameter.data):
+                self._views[given] = view
+                self._home[given] = homes.setdefault(view.data_ptr(), given)
+        if unknown := sorted(set(_stored_names(folder)) - set(self._views)):
+            raise ModelRefused(f"{folder}: this architecture cannot be updated later, {_some(unknown)} are not its parameters")
+
+    def load(self, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
+        """Overwrites the parameters. `complete`: all of them must be given.
+
+        Raises:
+            WeightsRefused: unknown names, other shapes, missing parameters, numbers that are not finite; nothing was changed.
+        """
+        if unknown := sorted(set(tensors) - set(self._views)):
+            raise WeightsRefused(f"unknown tensors: {_some(unknown)}")
+        if missing := sorted(set(self._home.values()) - {self._home[name] for name in tensors}):
+            if complete:
+                raise WeightsRefused(f"missing tensors: {_some(missing)}")
+        seen: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            view = self._views[name]
+            if tensor.shape != view.shape:
+                raise WeightsRefused(f"{name} has shape {list(tensor.shape)}, the model {list(view.shape)}")
+            if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+                raise WeightsRefused(f"{name} has numbers that are not finite, or no floating point type ({tensor.dtype})")
+            first = seen.setdefault(self._home[name], name)
+            if not torch.equal(tensors[first], tensor):
+                raise WeightsRefused(f"{name} and {first} are one tensor in this model, but differ here")
+        for name, tensor in tensors.items():
+            self._views[name].copy_(tensor)
+
+
+def read_folder(folder: str) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder.
+
+    Raises:
+        WeightsRefused: there is none, or a file is damaged.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise WeightsRefused(f"{folder} has no safetensors files")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            tensors.update(load_file(file))
+    except (OSError, SafetensorError) as fault:
+        raise WeightsRefused(f"{folder} cannot be read: {fault}") from fault
+    return tensors
+
+
+def read_blobs(blobs: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of base64 encoded safetensors blobs.
+
+    Raises:
+        WeightsRefused: one is damaged.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        for blob in blobs:
+            tensors.update(load(base64.b64decode(blob, validate=True)))
+    except (binascii.Error, SafetensorError) as fault:
+        raise WeightsRefused(f"serialized_named_tensors is no base64 of a safetensors blob: {fault}") from fault
+    return tensors
+
+
+def _expert_views(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner] hold all experts of a layer."""
+    layer, found, part = name.partition(".mlp.experts.")
+    if not found or tensor.dim() != 3:
+        yield name, tensor
+        return
+    for index, expert in enumerate(tensor):
+        if part == "gate_up_proj":
+            gate, up = expert.chunk(2)
+            yield f"{layer}.mlp.experts.{index}.gate_proj.weight", gate
+            yield f"{layer}.mlp.experts.{index}.up_proj.weight", up
+        else:
+            yield f"{layer}.mlp.experts.{index}.{part}.weight", expert
+
+
+def _stored_names(folder: str) -> Iterator[str]:
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as stored:
+            yield from stored.keys()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,81 @@
+"""Text to ids without ever matching a special token, and ids back to text.
+
+In: a folder with `tokenizer.json`. Out: `TokenCodec`. A format writes its special tokens by id; everything that a person, a tool or a model
+wrote goes through a tokenizer that knows no added token, so the text `<|im_end|>` inside a tool's result stays ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from palestra.server.types import RenderError
+
+
+class Break:
+    """A place in a list of pieces where text must not merge: what follows was, or will be, sampled on its own."""
+
+
+BREAK: Final = Break()
+Piece = int | str | Break
+
+
+class TokenCodec:
+    """One model's tokenizer, split into its special ids and its plain text."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise RenderError(f"{path} is missing: the model folder needs a fast tokenizer (tokenizer.json)")
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
+        self._full = Tokenizer.from_str(text)
+        self.special: dict[str, int] = {entry["content"]: entry["id"] for entry in data.get("added_tokens", [])}
+        self._special_text = {token: name for name, token in self.special.items()}
+        self._plain = Tokenizer.from_str(json.dumps({**data, "added_tokens": [], "post_processor": None}))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids run from 0 to this, exclusive; a model's table may be larger."""
+        return int(self._full.get_vocab_size())
+
+    def special_id(self, text: str) -> int:
+        """The id of an added token.
+
+        Raises:
+            RenderError: this tokenizer has none of that name.
+        """
+        try:
+            return self.special[text]
+        except KeyError:
+            raise RenderError(f"the tokenizer has no token {text!r}") from None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of plain text; special tokens in it are spelled out."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
+
+    def encode(self, pieces: Iterable[Piece]) -> list[int]:
+        """Ids of a list of pieces: neighbouring texts are joined before they are encoded, except across a BREAK."""
+        ids: list[int] = []
+        held: list[str] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                held.append(piece)
+                continue
+            ids += self.encode_text("".join(held))
+            held.clear()
+            if isinstance(piece, int):
+                ids.append(piece)
+        return ids + self.encode_text("".join(held))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._full.decode(list(ids), skip_special_tokens=False))
+
+    def token_text(self, token: int) -> str:
+        """Text of one id, for the reader."""
+        return self._special_text.get(token) or self.decode([token])

@@ -1,0 +1,283 @@
+"""The service's HTTP routes: thin functions from a request to `RolloutService` and back. No logic lives here.
+
+Two keys: a session key opens one session's model routes; the admin token opens the control routes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from palestra.server.buffer.codec import encode_group
+from palestra.server.gateway.session import SessionLimits
+from palestra.server.gateway.wire import error_body, read_chat
+from palestra.server.service import RolloutService
+from palestra.server.store.types import SessionOutcome, SessionRecord
+from palestra.server.types import EngineError, RenderError, SessionError, StoreError
+
+control = APIRouter()
+
+
+def service_of(request: Request) -> RolloutService:
+    """The service behind the app."""
+    service: RolloutService = request.app.state.service
+    return service
+
+
+def reply(value: Any, status: int = 200) -> Response:
+    """JSON."""
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+
+
+def bearer(request: Request) -> str | None:
+    """The key of a request: `Authorization: Bearer`, or `x-api-key`."""
+    header = request.headers.get("authorization", "")
+    return header[7:] if header[:7].lower() == "bearer " else request.headers.get("x-api-key")
+
+
+def require_admin(request: Request) -> None:
+    """Raises:
+    SessionError: 401 without the admin token.
+    """
+    token: str = request.app.state.admin_token
+    if not hmac.compare_digest((bearer(request) or "").encode(), token.encode()):
+        raise SessionError("this route needs the admin token", 401, "invalid_api_key")
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    """The JSON object of a control call.
+
+    Raises:
+        SessionError: 400 where it is none.
+    """
+    try:
+        value = orjson.loads(await request.body() or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise SessionError(f"request body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SessionError("request body must be a JSON object")
+    return value
+
+
+def field(body: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    """One required field.
+
+    Raises:
+        SessionError: 400 where it is missing or of another type.
+    """
+    value = body.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise SessionError(f"{name} must be given as {kind}, got {value!r}")
+    return value
+
+
+async def chat(request: Request) -> Response:
+    """POST /v1/chat/completions, and the same below /sessions/{part}."""
+    service = service_of(request)
+    part = request.path_params.get("part")
+    key = bearer(request)
+    session = service.sessions.by_key(key) if part is None else service.sessions.by_path(part, key)
+    asked = read_chat(await request.body())
+    done = await service.gateway.reply(session, asked, request.headers.get("x-request-id"))
+    return reply(done)
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models."""
+    name = service_of(request).settings.model
+    return reply({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "palestra"}]})
+
+
+@control.get("/health")
+async def health(request: Request) -> Response:
+    """Answers once the service takes calls."""
+    return reply({"status": "ok"})
+
+
+@control.get("/status")
+async def status(request: Request) -> Response:
+    """What goes on, and who waits for whom."""
+    return reply(service_of(request).status())
+
+
+@control.post("/v1/sessions")
+async def open_session(request: Request) -> Response:
+    """Opens a session; its key and URLs come back."""
+    require_admin(request)
+    service, body = service_of(request), await body_of(request)
+    record = SessionRecord(
+        rollout_id=field(body, "rollout_id", str),
+        attempt=field(body, "attempt", int),
+        group_id=field(body, "group_id", str),
+        task_id=field(body, "task_id", str),
+        index=field(body, "index", int),
+    )
+    try:
+        limits = msgspec.convert(body["limits"], SessionLimits) if "limits" in body else None
+    except msgspec.ValidationError as error:
+        raise SessionError(f"limits: {error}") from None
+    session = await service.open_session(record, limits)
+    base = f"{request.url.scheme}://{request.url.netloc}"
+    return reply(
+        {
+            "rollout_id": record.rollout_id,
+            "attempt": record.attempt,
+            "api_key": session.key,
+            "base_url": f"{base}/v1",
+            "session_url": f"{base}/sessions/{record.rollout_id}/v1",
+        }
+    )
+
+
+@control.post("/v1/sessions/{rollout_id}/close")
+async def close_session(request: Request, rollout_id: str) -> Response:
+    """Ends a session with its outcome."""
+    require_admin(request)
+    body = await body_of(request)
+    try:
+        outcome = msgspec.convert(body.get("outcome"), SessionOutcome)
+    except msgspec.ValidationError as error:
+        raise SessionError(f"outcome: {error}") from None
+    await service_of(request).close_session(rollout_id, field(body, "attempt", int), outcome)
+    return reply({"closed": True})
+
+
+@control.post("/admin/worker")
+async def register_worker(request: Request) -> Response:
+    """A worker says how many tasks its environment has."""
+    require_admin(request)
+    try:
+        service_of(request).plan.set_source(field(await body_of(request), "tasks", int))
+    except ValueError as error:
+        raise SessionError(str(error)) from error
+    service_of(request).signal.notify()
+    return reply({"ok": True})
+
+
+@control.post("/admin/work")
+async def work(request: Request) -> Response:
+    """The next assignment, or null when none came within `wait_s`."""
+    require_admin(request)
+    body = await body_of(request)
+    assignment = await service_of(request).work(min(float(field(body, "wait_s", (int, float))), 60.0))
+    return reply(None if assignment is None else assignment.as_dict())
+
+
+@control.post("/admin/claim")
+async def claim(request: Request) -> Response:
+    """n groups in the buffer's own encoding, each behind its length (little-endian u32); empty when they did not come in time."""
+    require_admin(request)
+    body = await body_of(request)
+    groups = await service_of(request).claim(
+        field(body, "n", int),
+        field(body, "owner", str),
+        float(field(body, "ttl_s", (int, float))),
+        min(float(field(body, "wait_s", (int, float))), 60.0),
+        body.get("claim_id"),
+    )
+    blobs = [encode_group(group) for group in groups]
+    framed = b"".join(struct.pack("<I", len(blob)) + blob for blob in blobs)
+    return Response(framed, media_type="application/octet-stream")
+
+
+@control.post("/admin/lease")
+async def lease(request: Request) -> Response:
+    """Renews or releases leases."""
+    require_admin(request)
+    body, service = await body_of(request), service_of(request)
+    ids, owner = field(body, "group_ids", list), field(body, "owner", str)
+    if body.get("release"):
+        count = service.buffer.release(ids, owner)
+        service.signal.notify()
+    else:
+        count = service.buffer.renew(ids, owner, float(field(body, "ttl_s", (int, float))))
+    return reply({"count": count})
+
+
+@control.post("/admin/commit")
+async def commit(request: Request) -> Response:
+    """Marks groups as trained, all or none."""
+    require_admin(request)
+    body = await body_of(request)
+    count = await service_of(request).commit(
+        field(body, "step", int), field(body, "checkpoint_id", str), field(body, "group_ids", list), field(body, "owner", str)
+    )
+    return reply({"count": count})
+
+
+@control.post("/admin/restore")
+async def restore(request: Request) -> Response:
+    """A trainer starts from a checkpoint."""
+    require_admin(request)
+    body = await body_of(request)
+    version = await service_of(request).restore(field(body, "train_step", int), field(body, "policy_version", int))
+    return reply({"next_version": version})
+
+
+@control.post("/admin/publish/begin")
+async def publish_begin(request: Request) -> Response:
+    """Holds generation for new weights."""
+    require_admin(request)
+    body = await body_of(request)
+    await service_of(request).publisher.begin(field(body, "version", int), field(body, "train_step", int))
+    return reply({"ok": True})
+
+
+@control.post("/admin/publish/bucket")
+async def publish_bucket(request: Request) -> Response:
+    """A part of the weights, a safetensors blob."""
+    require_admin(request)
+    await service_of(request).publisher.bucket(await request.body())
+    return reply({"ok": True})
+
+
+@control.post("/admin/publish/end")
+async def publish_end(request: Request) -> Response:
+    """Puts the new weights in force."""
+    require_admin(request)
+    body = await body_of(request)
+    path = body.get("path")
+    await service_of(request).publish_end(field(body, "version", int), None if path is None else str(path))
+    return reply({"ok": True})
+
+
+@control.post("/admin/render")
+async def render(request: Request) -> Response:
+    """Transcripts as supervised rows."""
+    require_admin(request)
+    service, body = service_of(request), await body_of(request)
+    rows = [service.renderer.transcript(t["messages"], t.get("tools") or ()) for t in field(body, "transcripts", list)]
+    return reply([{"token_ids": row.token_ids, "loss_mask": row.loss_mask} for row in rows])
+
+
+@control.get("/admin/metrics")
+async def metrics(request: Request) -> Response:
+    """Rollout-side figures since the last call."""
+    require_admin(request)
+    return reply(service_of(request).step_metrics())
+
+
+@control.get("/admin/ledger")
+async def ledger(request: Request) -> Response:
+    """Where every sampled token went."""
+    require_admin(request)
+    return reply(service_of(request).ledger())
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Every error of ours as OpenAI's clients read it; the status says whose fault it is."""
+    if isinstance(error, SessionError):
+        return reply(error_body(str(error), error.code), error.status)
+    if isinstance(error, RenderError):
+        return reply(error_body(str(error), "cannot_render"), 400)
+    if isinstance(error, EngineError):
+        return reply(error_body(str(error), "engine_unavailable", "server_error"), 503)
+    if isinstance(error, StoreError):
+        return reply(error_body(str(error), "store_failed", "server_error"), 507)
+    return reply(error_body(f"{type(error).__name__}: {error}", "internal_error", "server_error"), 500)

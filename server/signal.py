@@ -1,0 +1,26 @@
+"""A wake-up for long polls: everybody who waits is woken by each change. Waits are always bounded."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """`notify` wakes all present waiters; a waiter re-checks its condition and waits again."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes everybody."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Until the next notify; False where `timeout_s` passed first."""
+        event = self._event
+        try:
+            await asyncio.wait_for(event.wait(), max(timeout_s, 0.0))
+        except TimeoutError:
+            return False
+        return True

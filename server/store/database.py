@@ -1,0 +1,141 @@
+"""SQLite as the store uses it: durable commits (WAL, synchronous=FULL), numbered schemas, errors of one kind.
+
+In: a path and a schema. Out: connections for the one writer and for readers. A commit waits for the disk; a lock held
+by somebody else is waited for `BUSY_S` seconds and is a `StoreError` then.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.server.types import StoreError
+
+BUSY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The tables of one database file and their number, kept in `pragma user_version`."""
+
+    version: int
+    statements: tuple[str, ...]
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes new names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
+    """A connection that may write, with the schema in place. It may be used from any one thread at a time.
+
+    Raises:
+        StoreError: the file cannot be opened, or was written by a newer version of this program.
+    """
+    db = None
+    try:
+        db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=64)
+        db.execute("pragma journal_mode=wal")
+        db.execute("pragma synchronous=full")
+        with transaction(db, path):
+            if _known_version(db, path, schema) == 0:
+                for statement in schema.statements:
+                    db.execute(statement)
+                db.execute(f"pragma user_version={schema.version}")
+        sync_folder(path.parent)
+    except StoreError:
+        if db is not None:
+            db.close()
+        raise
+    except (sqlite3.Error, OSError) as error:
+        if db is not None:
+            db.close()
+        raise StoreError(f"{path}: cannot be opened: {error}") from error
+    return db
+
+
+def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
+    """A connection that only reads, beside a live writer or on the files of a run that ended or was killed.
+
+    Raises:
+        StoreError: there is no such file, it is no database, or it was written by a newer version of this program.
+    """
+    if not path.is_file():
+        raise StoreError(f"{path}: no such file; is this the store folder of a run?")
+    db = _connect_reader(path, "mode=ro")
+    try:
+        # Only now is the file read; where its folder forbids the shared memory beside it, a quiet file can be read as
+        # it is.
+        try:
+            known = _known_version(db, path, schema)
+        except sqlite3.OperationalError:
+            db.close()
+            wal = path.with_name(path.name + "-wal")
+            if wal.exists() and wal.stat().st_size:
+                raise
+            db = _connect_reader(path, "immutable=1")
+            known = _known_version(db, path, schema)
+    except (sqlite3.Error, StoreError) as error:
+        db.close()
+        raise error if isinstance(error, StoreError) else StoreError(f"{path}: cannot be read: {error}") from error
+    if known == 0:
+        db.close()
+        raise StoreError(f"{path}: an empty database; the run ended before it stored anything")
+    return db
+
+
+def _connect_reader(path: Path, how: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{how}"
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+
+
+def _known_version(db: sqlite3.Connection, path: Path, schema: Schema) -> int:
+    found = int(db.execute("pragma user_version").fetchone()[0])
+    if found > schema.version:
+        raise StoreError(
+            f"{path}: written with schema {found}, this palestra knows schemas up to {schema.version}; use a newer one"
+        )
+    return found
+
+
+@contextmanager
+def store_errors(path: Path) -> Iterator[None]:
+    """Turns SQLite's errors while reading into StoreError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
+    """All or nothing, durable when the block ends without an error.
+
+    Raises:
+        StoreError: SQLite could not write (disk full, locked, damaged); nothing of the block was kept.
+    """
+    try:
+        db.execute("begin immediate")
+        yield
+        db.execute("commit")
+    except sqlite3.Error as error:
+        undo(db)
+        raise StoreError(f"{path}: {error}; nothing of this write was kept") from error
+    except BaseException:
+        undo(db)
+        raise
+
+
+def undo(db: sqlite3.Connection) -> None:
+    """Rolls back what is open. SQLite does so itself after some errors, and then a second rollback would be one too."""
+    if db.in_transaction:
+        db.execute("rollback")

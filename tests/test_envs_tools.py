@@ -1,0 +1,404 @@
+"""Tools: schemas, arguments, deadlines, results."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from palestra.envs import background
+from palestra.envs.schema import parse_arguments, read_signature
+from palestra.envs.toolenv import ToolEnv
+from palestra.envs.tools import Call, collect_tools, result_text, run_call, tool
+from palestra.envs.types import EnvError, Task, ToolError
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Point(BaseModel):
+    x: int
+    title: str = "p"
+
+
+def add(a: int, b: int = 5) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first, 日本
+        b: the second
+    """
+    return a + b
+
+
+def optional(note: str = None, colour: Colour = Colour.RED) -> str:  # type: ignore[assignment]  # noqa: RUF013
+    """Optional things."""
+    return f"{note} {colour}"
+
+
+def reserved(model_config: int, model_dump: int, schema: str, json: str, copy: bool, title: str, _x: int = 0) -> Any:
+    return model_config, model_dump, schema, json, copy, title, _x
+
+
+def nested(points: list[Point], mode: Literal["a", "b"] = "a") -> int:
+    return sum(point.x for point in points)
+
+
+class TestSchemas:
+    def test_defaults_are_not_required_and_docs_are_descriptions(self) -> None:
+        signature = read_signature(add)
+        assert signature.description == "Add two numbers."
+        assert signature.parameters == {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "the first, 日本"},
+                "b": {"type": "integer", "description": "the second", "default": 5},
+            },
+            "required": ["a"],
+        }
+
+    def test_none_as_default_is_nullable(self) -> None:
+        properties = read_signature(optional).parameters["properties"]
+        assert properties["note"] == {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+
+    @pytest.mark.filterwarnings("error")
+    def test_names_that_pydantic_keeps_for_itself_arrive(self) -> None:
+        signature = read_signature(reserved)
+        given = {"model_config": 1, "model_dump": 2, "schema": "s", "json": "j", "copy": True, "title": "t", "_x": 3}
+        assert set(signature.parameters["properties"]) == set(given)
+        assert parse_arguments(signature, json.dumps(given)) == given
+
+    def test_nested_models_are_described_and_built(self) -> None:
+        signature = read_signature(nested)
+        assert signature.parameters["$defs"]["Point"]["properties"]["title"] == {"type": "string", "default": "p"}
+        assert nested(**parse_arguments(signature, '{"points": [{"x": 2}, {"x": 3, "title": "q"}]}')) == 5
+
+    @pytest.mark.parametrize("docstring", [
+        "Do it.\n\nParameters\n----------\nx : int\n    the number",
+        "Do it.\n\n:param x: the number",
+        "Do it.\n\nArgs:\n    x: the number",
+    ])
+    def test_three_styles_of_docstrings(self, docstring: str) -> None:
+        def function(x: int) -> int:
+            return x
+
+        function.__doc__ = docstring
+        signature = read_signature(function)
+        assert signature.description == "Do it."
+        assert signature.parameters["properties"]["x"]["description"] == "the number"
+
+    def test_parameters_without_a_usable_name_or_hint_are_refused_with_their_name(self) -> None:
+        def star(*numbers: int) -> int:
+            return sum(numbers)
+
+        def bare(number):  # type: ignore[no-untyped-def]
+            return number
+
+        with pytest.raises(TypeError, match=r"\*numbers"):
+            read_signature(star)
+        with pytest.raises(TypeError, match="number needs a type hint"):
+            read_signature(bare)
+
+    def test_a_class_with_a_bad_tool_is_refused_when_it_is_defined(self) -> None:
+        with pytest.raises(TypeError, match="needs a type hint"):
+
+            class Bad(ToolEnv):
+                @tool
+                def look(self, where):  # type: ignore[no-untyped-def]
+                    return where
+
+    def test_two_tools_of_one_name_are_refused(self) -> None:
+        class Twice:
+            @tool(name="same")
+            def one(self) -> int:
+                return 1
+
+            @tool(name="same")
+            def two(self) -> int:
+                return 2
+
+        with pytest.raises(TypeError, match="same"):
+            collect_tools(Twice)
+
+    def test_schemas_are_built_once_per_class(self) -> None:
+        assert Toolbox().tools is Toolbox().tools
+
+
+class TestArguments:
+    signature = read_signature(add)
+
+    @pytest.mark.parametrize(("raw", "expected"), [
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": "7", "b": 2.0}', {"a": 7, "b": 2}),
+        ({"a": 3}, {"a": 3}),
+    ])
+    def test_good(self, raw: Any, expected: dict[str, int]) -> None:
+        assert parse_arguments(self.signature, raw) == expected
+
+    @pytest.mark.parametrize(("raw", "says"), [
+        ("", "a: Field required"),
+        ("null", "must be a JSON object, got NoneType"),
+        (None, "must be a JSON object, got NoneType"),
+        ("[1]", "must be a JSON object, got list"),
+        ('"{\\"a\\": 1}"', "must be a JSON object, got str"),
+        ('{"a": 1', "not valid JSON"),
+        ('{"a": 1} {"a": 2}', "not valid JSON"),
+        ('{"a": NaN}', "NaN"),
+        ('{"a": 1e400}', "a: "),
+        ('{"a": 1.5}', "a: "),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"a": ' + "9" * 5_000 + "}", "not valid JSON"),
+        ('{"a": 1, "c": 2}', "c: Extra inputs"),
+        ('{"a": {"b": ' * 200 + "1" + "}}" * 200, "a: "),
+    ])
+    def test_bad_is_one_line_that_says_what(self, raw: Any, says: str) -> None:
+        with pytest.raises(ValueError, match=".+") as caught:
+            parse_arguments(self.signature, raw)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+class Toolbox(ToolEnv):
+    tasks = (Task("go", None, "t"),)
+    release = threading.Event()
+
+    @tool
+    def double(self, x: int) -> int:
+        """Twice x."""
+        return 2 * x
+
+    @tool
+    def japanese(self) -> dict[str, str]:
+        return {"day": "日曜日"}
+
+    @tool
+    def refuse(self) -> str:
+        raise ToolError("not today")
+
+    @tool
+    def break_down(self) -> str:
+        raise KeyError("a bug")
+
+    @tool(timeout_s=0.05)
+    def hang(self) -> str:
+        self.release.wait(30)
+        return "late"
+
+    @tool(timeout_s=0.05)
+    async def hang_async(self) -> str:
+        await asyncio.sleep(30)
+        return "late"
+
+    @tool
+    async def quick_async(self, text: str) -> str:
+        await asyncio.sleep(0)
+        return text
+
+    @tool
+    @staticmethod
+    def fixed(x: int) -> int:
+        return x
+
+    @tool(timeout_s=5)
+    def own_timeout(self) -> str:
+        raise TimeoutError("the database was slow")
+
+
+def ask(name: str, arguments: Any = "{}", call_id: str | None = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def say(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+@pytest.fixture
+def env() -> Any:
+    env = Toolbox()
+    env.reset(seed=0)
+    yield env
+    Toolbox.release.set()
+
+
+def answer(env: Toolbox, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(env.step(say(*calls))[0])
+
+
+class TestCalls:
+    def test_several_calls_in_one_message_are_answered_in_order_each_with_its_id(self, env: Toolbox) -> None:
+        got = answer(env, ask("double", '{"x": 1}', "a"), ask("refuse", "{}", "b"), ask("double", '{"x": 3}', "c"))
+        assert [(item["tool_call_id"], item["content"]) for item in got] == [
+            ("a", "2"),
+            ("b", "Error: not today"),
+            ("c", "6"),
+        ]
+        assert (env.tool_calls, env.tool_errors) == (3, 1)
+        assert [call.result for call in env.calls] == [2, None, 6]
+
+    def test_cut_arguments_are_an_error_text_with_the_same_id(self, env: Toolbox) -> None:
+        (got,) = answer(env, ask("double", '{"x": 1', "call_77"))
+        assert got["tool_call_id"] == "call_77"
+        assert got["content"].startswith("Error: arguments are not valid JSON")
+
+    def test_doubly_encoded_arguments_are_an_error_text(self, env: Toolbox) -> None:
+        (got,) = answer(env, ask("double", json.dumps('{"x": 1}')))
+        assert got["content"] == "Error: arguments must be a JSON object, got str"
+
+    def test_a_missing_id_is_made_up_and_stands_in_the_transcript_too(self, env: Toolbox) -> None:
+        got = answer(env, ask("double", '{"x": 1}', None), ask("double", '{"x": 2}', ""))
+        ids = [item["tool_call_id"] for item in got]
+        assert len(set(ids)) == 2
+        assert all(ids)
+        assert [call["id"] for call in env.transcript[0]["tool_calls"]] == ids
+
+    def test_unknown_tools_are_told_what_there_is(self, env: Toolbox) -> None:
+        (got,) = answer(env, ask("nothing"))
+        assert "no tool named 'nothing'" in got["content"]
+        assert "double" in got["content"]
+
+    def test_letters_of_the_world_are_kept(self, env: Toolbox) -> None:
+        (got,) = answer(env, ask("japanese"))
+        assert got["content"] == '{"day": "日曜日"}'
+
+    def test_a_bug_in_a_tool_is_a_fault_of_the_environment(self, env: Toolbox) -> None:
+        with pytest.raises(EnvError, match="break_down: KeyError"):
+            env.step(say(ask("break_down")))
+
+    def test_a_timeout_of_the_tools_own_is_a_fault_too(self, env: Toolbox) -> None:
+        with pytest.raises(EnvError, match="the database was slow"):
+            env.step(say(ask("own_timeout")))
+
+    def test_ten_hung_tools_and_a_quick_one_after_them(self, env: Toolbox) -> None:
+        for name in ("hang", "hang_async") * 5:
+            (got,) = answer(env, ask(name))
+            assert "ran past 0.05 s" in got["content"]
+        got = answer(env, ask("double", '{"x": 4}'), ask("quick_async", '{"text": "hi"}'), ask("fixed", '{"x": 9}'))
+        assert [item["content"] for item in got] == ["8", "hi", "9"]
+
+    def test_two_environments_with_waiting_tools_wait_at_the_same_time(self) -> None:
+        both = threading.Barrier(2)
+
+        class Meeting(ToolEnv):
+            tasks = (Task("go", None, "t"),)
+
+            @tool(timeout_s=20)
+            def meet(self) -> str:
+                both.wait(15)
+                return "met"
+
+        got: list[str] = []
+
+        def run() -> None:
+            env = Meeting()
+            env.reset(seed=0)
+            got.append(env.step(say(ask("meet")))[0][0]["content"])
+
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert got == ["met", "met"]
+
+
+@dataclass
+class Pair:
+    a: int
+    b: str
+
+
+class TestResults:
+    @pytest.mark.parametrize(("value", "text"), [
+        ("as it is", "as it is"),
+        (None, "null"),
+        (np.float64(1.5), "1.5"),
+        (np.arange(3), "[0, 1, 2]"),
+        ({"b", "a"}, '["a", "b"]'),
+        (Pair(1, "ü"), '{"a": 1, "b": "ü"}'),
+        (Point(x=1), '{"x": 1, "title": "p"}'),
+        ("lone \ud800", "lone ?"),
+    ])
+    def test_text(self, value: Any, text: str) -> None:
+        assert result_text(value) == text
+
+    def test_the_middle_of_a_long_result_is_left_out_with_its_length(self) -> None:
+        text = result_text("a" * 15_000 + "b" * 15_000)
+        assert text.startswith("a" * 10_000)
+        assert text.endswith("b" * 10_000)
+        assert "[10000 characters left out]" in text
+
+    def test_what_cannot_be_written_is_a_fault(self) -> None:
+        loop: list[Any] = []
+        loop.append(loop)
+        with pytest.raises(EnvError, match="JSON"):
+            result_text(loop)
+
+    def test_a_call_that_is_no_call_is_answered(self) -> None:
+        call = run_call({"function": "double"}, Toolbox.tools, object())
+        assert isinstance(call, Call)
+        assert call.error is not None
+
+
+class TestBackground:
+    def test_the_loop_is_one_thread_and_results_come_back(self) -> None:
+        async def where() -> str:
+            return threading.current_thread().name
+
+        assert {background.call(where(), 5) for _ in range(3)} == {"palestra-loop"}
+
+    def test_a_coroutine_is_cancelled_at_its_deadline(self) -> None:
+        cancelled = threading.Event()
+
+        async def slow() -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        with pytest.raises(TimeoutError):
+            background.call(slow(), 0.05)
+        assert cancelled.wait(5)
+
+    def test_waiting_for_the_loop_on_the_loop_is_refused(self) -> None:
+        async def inner() -> None:
+            return None
+
+        async def outer() -> None:
+            background.call(inner(), 1)
+
+        with pytest.raises(RuntimeError, match="await the coroutine"):
+            background.call(outer(), 5)
+
+    def test_a_forked_child_has_a_loop_of_its_own(self) -> None:
+        async def seven() -> int:
+            return 7
+
+        assert background.call(seven(), 5) == 7
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if background.call(seven(), 5) == 7 else 2
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 20
+        done, status = os.waitpid(pid, os.WNOHANG)
+        while not done and time.monotonic() < deadline:
+            done, status = os.waitpid(pid, os.WNOHANG)
+        if not done:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        assert done
+        assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,1 @@
+"""The trainer: batches, losses, backends, weights and the loop."""
