@@ -72,7 +72,7 @@ class ChatPolicy:
         limit = min(timeout_s, self._request_timeout_s)
         try:
             content = background.call(self._post(body), limit)
-        except TimeoutError:
+        except background.DeadlineError:
             if timeout_s <= self._request_timeout_s:
                 raise PolicyStop(StopReason.DEADLINE, f"no reply in the {timeout_s:.1f} s that were left") from None
             raise AgentError(f"{self._url}: no reply after {limit:g} s") from None

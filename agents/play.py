@@ -116,9 +116,10 @@ class _Run:
 
 def describe(fault: BaseException) -> str:
     """Type, message and the innermost frame of a fault and, where it was raised from another one, of that."""
-    root = fault
-    while root.__cause__ is not None:
+    root, seen = fault, {id(fault)}
+    while root.__cause__ is not None and id(root.__cause__) not in seen:  # `raise error from error` makes a ring
         root = root.__cause__
+        seen.add(id(root))
     frames = traceback.extract_tb(root.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return f"{type(fault).__name__}: {fault}{where}"

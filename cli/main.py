@@ -18,7 +18,9 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb; its exit status."""
-    parser = argparse.ArgumentParser(prog="palestra", description="A gym for language-model agents, and a trainer behind it.")
+    parser = argparse.ArgumentParser(
+        prog="palestra", description="A gym for language-model agents, and a trainer behind it."
+    )
     parser.add_argument("--version", action="version", version=f"palestra {version('palestra')}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb, about in VERBS.items():

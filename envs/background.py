@@ -17,6 +17,11 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """How much longer than the coroutine's own deadline its caller waits for the loop to say so."""
 
+
+class DeadlineError(TimeoutError):
+    """The deadline of `call` passed; a coroutine's own TimeoutError stays what it is."""
+
+
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -35,7 +40,7 @@ def call(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
     """Runs `coroutine` on the loop and waits for it; it is cancelled at its deadline.
 
     Raises:
-        TimeoutError: it was not done after `timeout_s` seconds.
+        DeadlineError: it was not done after `timeout_s` seconds.
     """
     if threading.current_thread().name == "palestra-loop":
         coroutine.close()
@@ -44,15 +49,20 @@ def call(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         )
 
     async def bounded() -> T:
-        async with asyncio.timeout(timeout_s):
-            return await coroutine
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                return await coroutine
+        except TimeoutError:
+            if scope.expired():
+                raise DeadlineError(f"not done after {timeout_s:g} s") from None
+            raise
 
     future = asyncio.run_coroutine_threadsafe(bounded(), loop())
-    try:
-        return future.result(timeout_s + GRACE_S)
-    except concurrent.futures.TimeoutError:
+    done, _ = concurrent.futures.wait([future], timeout_s + GRACE_S)
+    if not done:  # it does not give in to its cancellation, or blocks the loop
         future.cancel()
-        raise TimeoutError(f"not done after {timeout_s:g} s") from None
+        raise DeadlineError(f"not done {GRACE_S:g} s after its deadline of {timeout_s:g} s")
+    return future.result()
 
 
 def _forget() -> None:

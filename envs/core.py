@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -99,11 +100,8 @@ class MessageEnv(gym.Env[Observation, Message]):
         task = self._pick(options or {})
         self._restart()
         self.task, self.done = task, False
-        try:
+        with self._hook("setup"):
             self.setup(task)
-        except Exception as error:
-            self.done = True
-            raise _fault("setup", error) from error
         prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else fresh(task.prompt)
         if self.system is not None and not (prompt and prompt[0].get("role") == "system"):
             prompt = [{"role": "system", "content": self.system}, *prompt]
@@ -125,11 +123,8 @@ class MessageEnv(gym.Env[Observation, Message]):
         self.turn += 1
         action = name_calls(action, self.turn)
         self.transcript.append(action)
-        try:
+        with self._hook("respond"):
             response = self.respond(action)
-        except Exception as error:
-            self.done = True
-            raise _fault("respond", error) from error
         self.transcript += fresh(response.messages)
         self._step_rewards.append(_number(response.reward))
         reward = math.nan if self._step_rewards[-1] is None else self._step_rewards[-1]
@@ -169,6 +164,17 @@ class MessageEnv(gym.Env[Observation, Message]):
         return self.tasks[index]
 
     # Inside.
+
+    @contextmanager
+    def _hook(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except EnvError:
+            self.done = True
+            raise
+        except Exception as error:
+            self.done = True
+            raise EnvError(f"{name}: {type(error).__name__}: {error}") from error
 
     def _pick(self, options: Mapping[str, Any]) -> Task:
         if unknown := sorted(options.keys() - {"task"}):
@@ -228,7 +234,3 @@ def name_calls(message: Message, turn: int) -> Message:
 
 def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _fault(where: str, error: Exception) -> EnvError:
-    return error if isinstance(error, EnvError) else EnvError(f"{where}: {type(error).__name__}: {error}")

@@ -171,7 +171,7 @@ def _run_async(known: Tool, method: Callable[..., Any], arguments: dict[str, Any
     deadline = IO_TIMEOUT_S if known.timeout_s is None else known.timeout_s
     try:
         return background.call(method(**arguments), deadline)
-    except TimeoutError:
+    except background.DeadlineError:
         raise ToolTimeout(f"tool {known.name} ran past {deadline:g} s") from None
 
 

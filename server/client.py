@@ -49,7 +49,9 @@ class ServiceClient:
         """Closes the connections."""
         self._http.close()
 
-    def _call(self, method: str, path: str, body: Any = None, *, retry: bool = True, timeout_s: float | None = None) -> bytes:
+    def _call(
+        self, method: str, path: str, body: Any = None, *, retry: bool = True, timeout_s: float | None = None
+    ) -> bytes:
         """One call; faults of the connection are retried for `retry_s` where repeating is harmless."""
         data = body if isinstance(body, bytes) else None if body is None else dumps(body)
         give_up, delay = time.monotonic() + self.retry_s, 0.1
@@ -67,7 +69,9 @@ class ServiceClient:
             return bytes(answer.content)
         raise _error_of(answer.status_code, bytes(answer.content), f"{method} {path}")
 
-    def _json(self, method: str, path: str, body: Any = None, *, retry: bool = True, timeout_s: float | None = None) -> Any:
+    def _json(
+        self, method: str, path: str, body: Any = None, *, retry: bool = True, timeout_s: float | None = None
+    ) -> Any:
         return orjson.loads(self._call(method, path, body, retry=retry, timeout_s=timeout_s))
 
     # -- what the trainer calls
@@ -133,7 +137,8 @@ class ServiceClient:
         """Transcripts ({"messages", "tools"}) as supervised rows."""
         rows = self._json("POST", "/admin/render", {"transcripts": list(transcripts)})
         return [
-            RenderedRow(np.asarray(r["token_ids"], dtype=np.int32), np.asarray(r["loss_mask"], dtype=np.uint8)) for r in rows
+            RenderedRow(np.asarray(r["token_ids"], dtype=np.int32), np.asarray(r["loss_mask"], dtype=np.uint8))
+            for r in rows
         ]
 
     def step_metrics(self) -> dict[str, float]:
@@ -199,7 +204,9 @@ class ServiceClient:
         """
         outcome = {name: getattr(outcome_of(episode), name) for name in outcome_of(episode).__slots__}
         try:
-            self._json("POST", f"/v1/sessions/{handle.rollout_id}/close", {"attempt": handle.attempt, "outcome": outcome})
+            self._json(
+                "POST", f"/v1/sessions/{handle.rollout_id}/close", {"attempt": handle.attempt, "outcome": outcome}
+            )
         except ServiceError as error:
             raise AgentError(str(error)) from error
 

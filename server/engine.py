@@ -85,7 +85,9 @@ def version_of(wire: str | int) -> int:
 class EngineClient:
     """Generation through `url`; control calls go to each of `workers`."""
 
-    def __init__(self, url: str, workers: Sequence[str] = (), *, deadline_s: float = 600.0, retry_s: float = 30.0) -> None:
+    def __init__(
+        self, url: str, workers: Sequence[str] = (), *, deadline_s: float = 600.0, retry_s: float = 30.0
+    ) -> None:
         self.url = url.rstrip("/")
         self.workers = tuple(w.rstrip("/") for w in workers) or (self.url,)
         self.deadline_s = deadline_s
@@ -180,7 +182,9 @@ class EngineClient:
         delay, failing_since, last = 0.1, 0.0, ""
         while True:
             try:
-                async with self._http.post(url, data=body, headers={"Content-Type": "application/json", **headers}) as reply:
+                async with self._http.post(
+                    url, data=body, headers={"Content-Type": "application/json", **headers}
+                ) as reply:
                     raw = await reply.read()
                     if reply.status == 200:
                         return raw

@@ -48,7 +48,9 @@ class Publisher:
         """
         highest = self.buffer.highest_version()
         if version <= highest:
-            raise SessionError(f"version {version} cannot be published: {highest} was, and versions are never reused", 409)
+            raise SessionError(
+                f"version {version} cannot be published: {highest} was, and versions are never reused", 409
+            )
         if self._open is not None:
             await self._resume()
         self._open = _Open(version, train_step, time.monotonic())
@@ -92,7 +94,9 @@ class Publisher:
                 load = {"model_path": path, "weight_version": str(version), "flush_cache": True}
                 await self.engine.control("/update_weights_from_disk", load, timeout_s=self.deadline_s)
             else:
-                await self.engine.control("/end_weight_update", {"weight_version": str(version)}, timeout_s=self.deadline_s)
+                await self.engine.control(
+                    "/end_weight_update", {"weight_version": str(version)}, timeout_s=self.deadline_s
+                )
             await self._verify(version)
             await asyncio.to_thread(self.buffer.record_publish, version, current.train_step)
         finally:

@@ -206,7 +206,10 @@ async def commit(request: Request) -> Response:
     require_admin(request)
     body = await body_of(request)
     count = await service_of(request).commit(
-        field(body, "step", int), field(body, "checkpoint_id", str), field(body, "group_ids", list), field(body, "owner", str)
+        field(body, "step", int),
+        field(body, "checkpoint_id", str),
+        field(body, "group_ids", list),
+        field(body, "owner", str),
     )
     return reply({"count": count})
 

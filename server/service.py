@@ -130,7 +130,9 @@ class RolloutService:
                 return None
         return assignment
 
-    async def claim(self, n: int, owner: str, ttl_s: float, wait_s: float, claim_id: str | None = None) -> list[TrajectoryGroup]:
+    async def claim(
+        self, n: int, owner: str, ttl_s: float, wait_s: float, claim_id: str | None = None
+    ) -> list[TrajectoryGroup]:
         """`n` ready groups, or none when `wait_s` passed first: never fewer, so a step is never short.
 
         Groups beyond the staleness bound are dropped before they are counted.

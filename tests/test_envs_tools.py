@@ -6,8 +6,8 @@ import asyncio
 import enum
 import json
 import os
+import select
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,11 +84,14 @@ class TestSchemas:
         assert signature.parameters["$defs"]["Point"]["properties"]["title"] == {"type": "string", "default": "p"}
         assert nested(**parse_arguments(signature, '{"points": [{"x": 2}, {"x": 3, "title": "q"}]}')) == 5
 
-    @pytest.mark.parametrize("docstring", [
-        "Do it.\n\nParameters\n----------\nx : int\n    the number",
-        "Do it.\n\n:param x: the number",
-        "Do it.\n\nArgs:\n    x: the number",
-    ])
+    @pytest.mark.parametrize(
+        "docstring",
+        [
+            "Do it.\n\nParameters\n----------\nx : int\n    the number",
+            "Do it.\n\n:param x: the number",
+            "Do it.\n\nArgs:\n    x: the number",
+        ],
+    )
     def test_three_styles_of_docstrings(self, docstring: str) -> None:
         def function(x: int) -> int:
             return x
@@ -138,32 +141,38 @@ class TestSchemas:
 class TestArguments:
     signature = read_signature(add)
 
-    @pytest.mark.parametrize(("raw", "expected"), [
-        ('{"a": 1}', {"a": 1}),
-        ('{"a": "7", "b": 2.0}', {"a": 7, "b": 2}),
-        ({"a": 3}, {"a": 3}),
-    ])
+    @pytest.mark.parametrize(
+        ("raw", "expected"),
+        [
+            ('{"a": 1}', {"a": 1}),
+            ('{"a": "7", "b": 2.0}', {"a": 7, "b": 2}),
+            ({"a": 3}, {"a": 3}),
+        ],
+    )
     def test_good(self, raw: Any, expected: dict[str, int]) -> None:
         assert parse_arguments(self.signature, raw) == expected
 
-    @pytest.mark.parametrize(("raw", "says"), [
-        ("", "a: Field required"),
-        ("null", "must be a JSON object, got NoneType"),
-        (None, "must be a JSON object, got NoneType"),
-        ("[1]", "must be a JSON object, got list"),
-        ('"{\\"a\\": 1}"', "must be a JSON object, got str"),
-        ('{"a": 1', "not valid JSON"),
-        ('{"a": 1} {"a": 2}', "not valid JSON"),
-        ('{"a": NaN}', "NaN"),
-        ('{"a": 1e400}', "a: "),
-        ('{"a": 1.5}', "a: "),
-        ("[" * 100_000, "not valid JSON"),
-        ('{"a": ' + "9" * 5_000 + "}", "not valid JSON"),
-        ('{"a": 1, "c": 2}', "c: Extra inputs"),
-        ('{"a": {"b": ' * 200 + "1" + "}}" * 200, "a: "),
-    ])
+    @pytest.mark.parametrize(
+        ("raw", "says"),
+        [
+            ("", "a: Field required"),
+            ("null", "must be a JSON object, got NoneType"),
+            (None, "must be a JSON object, got NoneType"),
+            ("[1]", "must be a JSON object, got list"),
+            ('"{\\"a\\": 1}"', "must be a JSON object, got str"),
+            ('{"a": 1', "not valid JSON"),
+            ('{"a": 1} {"a": 2}', "not valid JSON"),
+            ('{"a": NaN}', "NaN"),
+            ('{"a": 1e400}', "a: "),
+            ('{"a": 1.5}', "a: "),
+            ("[" * 100_000, "not valid JSON"),
+            ('{"a": ' + "9" * 5_000 + "}", "not valid JSON"),
+            ('{"a": 1, "c": 2}', "c: Extra inputs"),
+            ('{"a": {"b": ' * 200 + "1" + "}}" * 200, "a: "),
+        ],
+    )
     def test_bad_is_one_line_that_says_what(self, raw: Any, says: str) -> None:
-        with pytest.raises(ValueError, match=".+") as caught:
+        with pytest.raises(ValueError, match=r".+") as caught:
             parse_arguments(self.signature, raw)
         assert says in str(caught.value)
         assert "\n" not in str(caught.value)
@@ -214,6 +223,10 @@ class Toolbox(ToolEnv):
     def own_timeout(self) -> str:
         raise TimeoutError("the database was slow")
 
+    @tool
+    async def own_timeout_async(self) -> str:
+        raise TimeoutError("the database was slow")
+
 
 def ask(name: str, arguments: Any = "{}", call_id: str | None = "c1") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -225,6 +238,7 @@ def say(*calls: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def env() -> Any:
+    Toolbox.release.clear()
     env = Toolbox()
     env.reset(seed=0)
     yield env
@@ -275,9 +289,10 @@ class TestCalls:
         with pytest.raises(EnvError, match="break_down: KeyError"):
             env.step(say(ask("break_down")))
 
-    def test_a_timeout_of_the_tools_own_is_a_fault_too(self, env: Toolbox) -> None:
+    @pytest.mark.parametrize("name", ["own_timeout", "own_timeout_async"])
+    def test_a_timeout_of_the_tools_own_is_a_fault_too(self, env: Toolbox, name: str) -> None:
         with pytest.raises(EnvError, match="the database was slow"):
-            env.step(say(ask("own_timeout")))
+            env.step(say(ask(name)))
 
     def test_ten_hung_tools_and_a_quick_one_after_them(self, env: Toolbox) -> None:
         for name in ("hang", "hang_async") * 5:
@@ -319,16 +334,19 @@ class Pair:
 
 
 class TestResults:
-    @pytest.mark.parametrize(("value", "text"), [
-        ("as it is", "as it is"),
-        (None, "null"),
-        (np.float64(1.5), "1.5"),
-        (np.arange(3), "[0, 1, 2]"),
-        ({"b", "a"}, '["a", "b"]'),
-        (Pair(1, "ü"), '{"a": 1, "b": "ü"}'),
-        (Point(x=1), '{"x": 1, "title": "p"}'),
-        ("lone \ud800", "lone ?"),
-    ])
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            ("as it is", "as it is"),
+            (None, "null"),
+            (np.float64(1.5), "1.5"),
+            (np.arange(3), "[0, 1, 2]"),
+            ({"b", "a"}, '["a", "b"]'),
+            (Pair(1, "ü"), '{"a": 1, "b": "ü"}'),
+            (Point(x=1), '{"x": 1, "title": "p"}'),
+            ("lone \ud800", "lone ?"),
+        ],
+    )
     def test_text(self, value: Any, text: str) -> None:
         assert result_text(value) == text
 
@@ -393,12 +411,7 @@ class TestBackground:
                 code = 0 if background.call(seven(), 5) == 7 else 2
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + 20
-        done, status = os.waitpid(pid, os.WNOHANG)
-        while not done and time.monotonic() < deadline:
-            done, status = os.waitpid(pid, os.WNOHANG)
-        if not done:
+        ended = select.select([os.pidfd_open(pid)], [], [], 20)[0]
+        if not ended:
             os.kill(pid, 9)
-            os.waitpid(pid, 0)
-        assert done
-        assert os.waitstatus_to_exitcode(status) == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

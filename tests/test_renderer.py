@@ -20,7 +20,11 @@ TOOLS: list[dict[str, Any]] = [
         "function": {
             "name": "calculator",
             "description": "Evaluates.",
-            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
         },
     }
 ]
@@ -43,7 +47,9 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> ChatMLRenderer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(["user assistant system tool"], trainer)
     folder = tmp_path_factory.mktemp("chatml")
     save_tokenizer(tokenizer, folder)
@@ -66,7 +72,8 @@ def test_chatml_matches_smollm2_template(chatml: ChatMLRenderer) -> None:
 
 def test_chatml_lists_tools_and_reads_bare_calls(chatml: ChatMLRenderer) -> None:
     got = text(chatml, chatml.render([{"role": "system", "content": "S"}, {"role": "user", "content": "q"}], TOOLS))
-    assert got.startswith("<|im_start|>system\nS\nTools:\ncalculator(expression: string): Evaluates.<|im_end|>\n")
+    listed = '{"name": "calculator", "arguments": {"expression": "string"}} # Evaluates.'
+    assert got.startswith(f"<|im_start|>system\nS\nTools:\n{listed}<|im_end|>\n")
     ids = [*chatml.codec.encode_text('{"name": "calculator", "arguments": {"expression": "1+2"}}'), chatml.end]
     reply = chatml.parse(ids)
     (call,) = reply.message["tool_calls"]
@@ -76,7 +83,13 @@ def test_chatml_lists_tools_and_reads_bare_calls(chatml: ChatMLRenderer) -> None
 
 @pytest.mark.parametrize(
     "said",
-    ['{"name": "calculator", "arguments": {"expression": "1+2"', "42", '{"name": 3, "arguments": {}}', '{"a": 1}', "[" * 5000],
+    [
+        '{"name": "calculator", "arguments": {"expression": "1+2"',
+        "42",
+        '{"name": 3, "arguments": {}}',
+        '{"a": 1}',
+        "[" * 5000,
+    ],
 )
 def test_chatml_text_that_is_no_call_stays_text(chatml: ChatMLRenderer, said: str) -> None:
     reply = chatml.parse([*chatml.codec.encode_text(said), chatml.end])
@@ -131,9 +144,21 @@ def test_extension_refuses_what_needs_a_fork(qwen: Qwen3Renderer, role: str) -> 
 
 def test_qwen3_reads_parallel_calls_in_order_and_keeps_reasoning(qwen: Qwen3Renderer) -> None:
     def block(name: str) -> list[int]:
-        return [qwen.call, *qwen.codec.encode_text(f'\n{{"name": "{name}", "arguments": {{"x": "ü"}}}}\n'), qwen.call_end]
+        return [
+            qwen.call,
+            *qwen.codec.encode_text(f'\n{{"name": "{name}", "arguments": {{"x": "ü"}}}}\n'),
+            qwen.call_end,
+        ]
 
-    ids = [qwen.think, *qwen.codec.encode_text("\nhm\n"), qwen.think_end, *block("a"), *block("b"), *block("c"), qwen.end]
+    ids = [
+        qwen.think,
+        *qwen.codec.encode_text("\nhm\n"),
+        qwen.think_end,
+        *block("a"),
+        *block("b"),
+        *block("c"),
+        qwen.end,
+    ]
     message = qwen.parse(ids).message
     assert [c["function"]["name"] for c in message["tool_calls"]] == ["a", "b", "c"]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": "ü"}
@@ -159,7 +184,12 @@ def test_ten_thousand_blocks_are_one_scan(qwen: Qwen3Renderer) -> None:
 
 def test_transcript_is_what_rendering_and_extending_would_give(qwen: Qwen3Renderer) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "one"}]
+    messages = [
+        {"role": "user", "content": "q"},
+        call,
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "one"},
+    ]
     row = qwen.transcript(messages, TOOLS)
     prompt = qwen.render(messages[:1], TOOLS)
     body = [*qwen.codec.encode(qwen.assistant_body(call)), qwen.end]

@@ -65,8 +65,22 @@ class LocalLauncher:
         """Starts one role."""
         output = spec.folder / "log" / f"{spec.name}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "palestra.cli.main", "role", spec.name, "--config", str(spec.folder / "run.toml")]
-        environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **spec.env}
+        command = [
+            sys.executable,
+            "-m",
+            "palestra.cli.main",
+            "role",
+            spec.name,
+            "--config",
+            str(spec.folder / "run.toml"),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "PYTHONUNBUFFERED": "1",
+            PARENT: str(os.getpid()),
+            **spec.env,
+        }
         with output.open("ab") as stream:
             process = subprocess.Popen(
                 command,

@@ -96,14 +96,13 @@ def check_bytes(blob: bytes) -> None:
         raise StoreError("a damaged group: the checksum differs")
 
 
-def decode_group(blob: bytes, *, checked: bool = False) -> TrajectoryGroup:
-    """The group that `encode_group` made bytes of. `checked`: `check_bytes` was called before.
+def decode_group(blob: bytes) -> TrajectoryGroup:
+    """The group that `encode_group` made bytes of.
 
     Raises:
         StoreError: the bytes are damaged or of a newer format.
     """
-    if not checked:
-        check_bytes(blob)
+    check_bytes(blob)
     size = _HEAD.unpack_from(blob)[3]
     try:
         header = _decode_header(memoryview(blob)[_HEAD.size : _HEAD.size + size])

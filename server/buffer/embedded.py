@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.server.buffer import lineage
-from palestra.server.buffer.codec import decode_group, encode_group
+from palestra.server.buffer.codec import encode_group
 from palestra.server.buffer.counts import (
     check_group,
     count_ready,
@@ -26,9 +26,9 @@ from palestra.server.buffer.counts import (
     versions_of,
 )
 from palestra.server.buffer.schema import SCHEMA, buffer_path, segments_path
-from palestra.server.buffer.segments import Place, SegmentWriter, read_blob
+from palestra.server.buffer.segments import Place, SegmentWriter, read_group
 from palestra.server.buffer.types import RestoreReport
-from palestra.server.store.database import open_writer, store_errors, transaction
+from palestra.server.store.database import check_text, open_writer, store_errors, transaction
 from palestra.server.store.lock import FileLock
 from palestra.server.types import GroupState, LeaseLost, StoreError, TrajectoryGroup
 
@@ -98,11 +98,15 @@ class EmbeddedBuffer:
             live = [pair for pair in fresh if self._descends(pair[0])]
             lost = [group for group, _ in fresh if not self._descends(group)]
             places = self._segments.append([blob for _, blob in live])
-            with transaction(self._db, self.path):
-                for (group, _), place in zip(live, places, strict=True):
-                    self._insert(group, GroupState.READY, None, place)
-                for group in lost:
-                    self._insert(group, GroupState.DROPPED, lineage.ABANDONED, None)
+            try:
+                with transaction(self._db, self.path):
+                    for (group, _), place in zip(live, places, strict=True):
+                        self._insert(group, GroupState.READY, None, place)
+                    for group in lost:
+                        self._insert(group, GroupState.DROPPED, lineage.ABANDONED, None)
+            except BaseException:
+                self._segments.take_back(places)
+                raise
         return len(fresh)
 
     def claim(self, n: int, owner: str, ttl_s: float, *, claim_id: str | None = None) -> list[TrajectoryGroup]:
@@ -172,6 +176,7 @@ class EmbeddedBuffer:
     def put_dropped(self, group: TrajectoryGroup, reason: str) -> bool:
         """Records a group that is not to be trained, with its counts and without its arrays. False: its id is there
         already."""
+        check_text(group.group_id, group.task_id, reason)
         with self._mutex:
             if self._known([group.group_id]):
                 return False
@@ -222,7 +227,7 @@ class EmbeddedBuffer:
             return count_ready(self._db, self._clock())
 
     def counts(self) -> dict[str, int]:
-        """Groups by state: ready (leases that ran out included), claimed, committed, dropped and each dropped(reason)."""
+        """Groups by state: ready (expired leases included), claimed, committed, dropped, and each dropped(reason)."""
         with self._mutex, store_errors(self.path):
             return count_states(self._db, self._clock())
 
@@ -267,7 +272,7 @@ class EmbeddedBuffer:
         groups = []
         for group_id, place in rows:
             try:
-                groups.append(decode_group(read_blob(self._segments.folder, place), checked=True))
+                groups.append(read_group(self._segments.folder, place, group_id))
             except StoreError as error:
                 log.error("group %s is dropped: %s", group_id, error)
                 self.drop([group_id], DAMAGED)

@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from palestra.server.buffer.codec import decode_group
 from palestra.server.buffer.counts import count_states, counts_from_json
 from palestra.server.buffer.schema import SCHEMA, buffer_path, segments_path
-from palestra.server.buffer.segments import Place, read_blob
+from palestra.server.buffer.segments import Place, read_group
 from palestra.server.buffer.types import GroupEntry
 from palestra.server.store.database import open_reader, store_errors
 from palestra.server.types import GroupState, StoreError, TrajectoryGroup
@@ -60,7 +59,7 @@ class BufferReader:
             raise StoreError(f"{self.path}: no group {group_id}")
         if found[0][0] is None:
             raise StoreError(f"{self.path}: the arrays of group {group_id} are not stored")
-        return decode_group(read_blob(self._segments, Place(*found[0])), checked=True)
+        return read_group(self._segments, Place(*found[0]), group_id)
 
     def publishes(self) -> tuple[tuple[int, int, bool], ...]:
         """(version, train step, whether it was abandoned by a restore), by version."""

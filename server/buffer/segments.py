@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.server.buffer.codec import check_bytes
+from palestra.server.buffer.codec import decode_group
 from palestra.server.store.database import sync_folder
-from palestra.server.types import StoreError
+from palestra.server.types import StoreError, TrajectoryGroup
 
 SUFFIX = ".seg"
 
@@ -31,11 +31,11 @@ class Place:
     """Bytes."""
 
 
-def read_blob(folder: Path, place: Place) -> bytes:
-    """The blob at a place, its checksum compared.
+def read_group(folder: Path, place: Place, group_id: str) -> TrajectoryGroup:
+    """The group at a place, its checksum and its id compared.
 
     Raises:
-        StoreError: it cannot be read or is damaged; names file and offset.
+        StoreError: it cannot be read, is damaged, or is another one; names file and offset.
     """
     path = folder / place.segment
     try:
@@ -46,10 +46,12 @@ def read_blob(folder: Path, place: Place) -> bytes:
             os.close(fd)
         if len(blob) != place.length:
             raise StoreError(f"the file ends after {len(blob)} of {place.length} bytes")
-        check_bytes(blob)
+        group = decode_group(blob)
+        if group.group_id != group_id:
+            raise StoreError(f"group {group.group_id} lies here, not {group_id}")
     except (OSError, StoreError) as error:
         raise StoreError(f"{path} at offset {place.offset}: {error}") from error
-    return blob
+    return group
 
 
 class SegmentWriter:
@@ -80,13 +82,18 @@ class SegmentWriter:
             _write_all(self._fd, b"".join(blobs), self._end)
             os.fdatasync(self._fd)
         except OSError as error:
-            self._abandon()
+            self._abandon(self._end)
             raise StoreError(f"{self.folder}: cannot write a group: {error}; nothing of it was kept") from error
         places = []
         for blob in blobs:
             places.append(Place(self._name, self._end, len(blob)))
             self._end += len(blob)
         return places
+
+    def take_back(self, places: Sequence[Place]) -> None:
+        """Gives back the space of the last `append`, whose places could not be noted."""
+        if places and places[0].segment == self._name:
+            self._abandon(places[0].offset)
 
     def remove(self, names: Iterable[str]) -> None:
         """Deletes segments, never the active one."""
@@ -115,14 +122,14 @@ class SegmentWriter:
         self._name, self._end = name, 0
         sync_folder(self.folder)
 
-    def _abandon(self) -> None:
-        """After a failed write the file's cached pages cannot be trusted: what was durable stays, the next blob begins
-        a new file."""
+    def _abandon(self, end: int) -> None:
+        """Cuts the file at `end` and writes no more to it, since after a failed write its cached pages cannot be
+        trusted: what was durable stays, the next blob begins a new file."""
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):  # only gives space back
-            os.ftruncate(self._fd, self._end)
-        empty, name = self._end == 0, self._name
+            os.ftruncate(self._fd, end)
+        empty, name = end == 0, self._name
         self.close()
         if empty:
             with contextlib.suppress(OSError):

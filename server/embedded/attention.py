@@ -1,10 +1,11 @@
 """Attention over slots: what the model's attention layers call during a step, in place of transformers' own functions.
 
-In: the flat queries, keys and values of all tokens of one step, and the step's `SlotPlan`. Out: the attended values. Side effect: keys and
-values are written into the workspace's slots. Waits for nothing.
+In: the flat queries, keys and values of all tokens of one step, and the step's `SlotPlan`. Out: the attended values.
+Side effect: keys and values are written into the workspace's slots. Waits for nothing.
 
-A slot holds the keys and values of one running request in one piece, so a step of decoding is a single batched call without any gathering.
-The query heads that share a key head are folded into the query length, so keys are never repeated.
+A slot holds the keys and values of one running request in one piece, so a step of decoding is a single batched call
+without any gathering. The query heads that share a key head are folded into the query length, so keys are never
+repeated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The core: one batch step after another, without any thread or wait of its own.
 
-In: jobs through the scheduler. Out: the jobs that a step finished, with their results. Its owner calls one method at a time.
+In: jobs through the scheduler. Out: the jobs that a step finished, with their results. Its owner calls one method at a
+time.
 
-Why not transformers' continuous batching: on a CPU it attends from every token of a batch to the caches of all requests, under a dense mask.
-Measured with two threads (transformers 5.24, fp32): a tiny Qwen3-MoE at 64 requests gave 876 tokens/s with prompts of 128 and 310 with
-prompts of 400; the shape of SmolLM2-135M at 32 requests with prompts of 256 gave 34. It also has no retract, returns nothing for a cancelled
-request, and its shared pages do not know about weights. transformers' models are used as they are; only their attention function is ours.
+Why not transformers' continuous batching: on a CPU it attends from every token of a batch to the caches of all
+requests, under a dense mask. Measured with two threads (transformers 5.24, fp32): a tiny Qwen3-MoE at 64 requests gave
+876 tokens/s with prompts of 128 and 310 with prompts of 400; the shape of SmolLM2-135M at 32 requests with prompts of
+256 gave 34. It also has no retract, returns nothing for a cancelled request, and its shared pages do not know about
+weights. transformers' models are used as they are; only their attention function is ours.
 """
 
 from __future__ import annotations
@@ -91,13 +93,9 @@ class Core:
             self.scheduler.retract(job)
 
     @torch.inference_mode()
-    def load(self, tensors: Mapping[str, torch.Tensor], version: str, *, complete: bool) -> None:
-        """Puts new weights in. Whatever was computed with the old ones is never found again.
-
-        Raises:
-            WeightsRefused: they do not fit; nothing was changed.
-        """
-        self.views.load(tensors, complete=complete)
+    def load(self, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        """Puts in new weights that were checked. Whatever was computed with the old ones is never found again."""
+        self.views.load(tensors)
         self.scheduler.new_epoch()
         self.version = version
 

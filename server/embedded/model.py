@@ -39,8 +39,8 @@ class SlotModel:
         self.shape = CacheShape(self.layers, config.num_key_value_heads, head_dim, model.dtype, top_k)
 
     def read(self, pieces: Sequence[Piece], space: Workspace, used: int) -> torch.Tensor:
-        """Sends the pieces through the model, filling their slots. Returns [rows, vocabulary] logits of the pieces that are the last of their job,
-        in order."""
+        """Sends the pieces through the model, filling their slots. Returns [rows, vocabulary] logits of the pieces that
+        are the last of their job, in order."""
         space.reserve(max(piece.start + piece.count for piece in pieces), used)
         plan = make_plan(pieces, space, used, self.groups)
         ids = [token for p in pieces for token in p.job.tokens[p.start : p.start + p.count]]

@@ -1,10 +1,12 @@
-"""The prefix store: pages of keys, values and routed experts that outlive their request, found again by what they contain.
+"""The prefix store: pages of keys, values and routed experts that outlive their request, found again by what they
+contain.
 
-In: token sequences and the workspace's slots. Out: how much of a sequence is known, copied into a slot. Waits for nothing.
+In: token sequences and the workspace's slots. Out: how much of a sequence is known, copied into a slot. Waits for
+nothing.
 
-A page is named by a digest over all tokens up to its end, so equal names mean equal prefixes. Pages are copied in and out, never shared in
-place: a page can be dropped at any time, the least recently used first, and no counting of users is needed. New weights empty the store, so
-nothing that old weights computed is ever found again.
+A page is named by a digest over all tokens up to its end, so equal names mean equal prefixes. Pages are copied in and
+out, never shared in place: a page can be dropped at any time, the least recently used first, and no counting of users
+is needed. New weights empty the store, so nothing that old weights computed is ever found again.
 """
 
 from __future__ import annotations
@@ -71,10 +73,11 @@ class PrefixStore:
         pages = torch.tensor([self._take() for _ in fresh])
         at = torch.tensor(fresh)
         tokens = len(names) * self.page_size
-        held = space.kv[:, :, slot, :, :tokens].unflatten(3, (len(names), self.page_size))
+        held = space.kv[:, :, slot, :, :tokens]
+        held = held.reshape(*held.shape[:3], len(names), self.page_size, -1)
         self._kv[:, :, pages] = held[:, :, :, at].transpose(2, 3)
         if space.experts is not None and self._experts is not None:
-            self._experts[pages] = space.experts[slot, :tokens].unflatten(0, (len(names), self.page_size))[at]
+            self._experts[pages] = space.experts[slot, :tokens].view(len(names), *self._experts.shape[1:])[at]
         for i, page in zip(fresh, pages.tolist(), strict=True):
             self._known[names[i]] = page
         self._touch(names)

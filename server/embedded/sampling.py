@@ -1,7 +1,8 @@
 """Drawing tokens: logits and the requests' wishes in, ids and their log probabilities out. Waits for nothing.
 
-A draw is the inverse of the cumulative distribution at one uniform number, which is a function of the request's seed and the token's position.
-So draws are reproducible, and a request that is taken up again after a retract or an abort draws what it would have drawn.
+A draw is the inverse of the cumulative distribution at one uniform number, which is a function of the request's seed
+and the token's position. So draws are reproducible, and a request that is taken up again after a retract or an abort
+draws what it would have drawn.
 """
 
 from __future__ import annotations

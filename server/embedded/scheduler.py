@@ -1,9 +1,10 @@
 """Who runs: a queue in order of arrival, the running batch, and the room that both share.
 
-In: jobs, aborts, retracts. Out: the pieces of work of the next step. Waits for nothing; everything here happens between steps.
+In: jobs, aborts, retracts. Out: the pieces of work of the next step. Waits for nothing; everything here happens between
+steps.
 
-A request waits while another one is reading the same prompt: when that one has read it, its pages are in the prefix store, and the siblings of
-a group read nothing twice.
+A request waits while another one is reading the same prompt: when that one has read it, its pages are in the prefix
+store, and the siblings of a group read nothing twice.
 """
 
 from __future__ import annotations

@@ -67,6 +67,17 @@ class EngineOptions:
     allow_forced_ids: bool = False
     """Test option: requests may carry `forced_ids`."""
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_running", 1),
+            ("page_size", 1),
+            ("chunk_size", 2),
+            ("context_length", 0),
+            ("port", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:

@@ -1,9 +1,9 @@
-"""New weights: from a folder or from buckets into the running model, all or nothing.
+"""New weights: from a folder or from buckets into the running model, checked first, then all or nothing.
 
 In: tensors under their Hugging Face names. Out: the model's parameters, overwritten in place. Waits for the disk.
 
-transformers keeps the experts of a layer in one tensor; checkpoints and trainers name them one by one. So each Hugging Face name is mapped to a
-view into the parameter that holds it.
+transformers keeps the experts of a layer in one tensor; checkpoints and trainers name them one by one. So each Hugging
+Face name is mapped to a view into the parameter that holds it.
 """
 
 from __future__ import annotations
@@ -39,29 +39,36 @@ class WeightViews:
                 self._views[given] = view
                 self._home[given] = homes.setdefault(view.data_ptr(), given)
         if unknown := sorted(set(_stored_names(folder)) - set(self._views)):
-            raise ModelRefused(f"{folder}: this architecture cannot be updated later, {_some(unknown)} are not its parameters")
+            raise ModelRefused(
+                f"{folder}: this architecture cannot be updated later, {_some(unknown)} are not its parameters"
+            )
 
-    def load(self, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
-        """Overwrites the parameters. `complete`: all of them must be given.
+    def check(self, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
+        """Whether they can be put in. `complete`: all parameters must be given.
 
         Raises:
-            WeightsRefused: unknown names, other shapes, missing parameters, numbers that are not finite; nothing was changed.
+            WeightsRefused: unknown names, other shapes, missing parameters, numbers that are not finite.
         """
         if unknown := sorted(set(tensors) - set(self._views)):
             raise WeightsRefused(f"unknown tensors: {_some(unknown)}")
-        if missing := sorted(set(self._home.values()) - {self._home[name] for name in tensors}):
-            if complete:
-                raise WeightsRefused(f"missing tensors: {_some(missing)}")
+        missing = sorted(set(self._home.values()) - {self._home[name] for name in tensors})
+        if complete and missing:
+            raise WeightsRefused(f"missing tensors: {_some(missing)}")
         seen: dict[str, str] = {}
         for name, tensor in tensors.items():
             view = self._views[name]
             if tensor.shape != view.shape:
                 raise WeightsRefused(f"{name} has shape {list(tensor.shape)}, the model {list(view.shape)}")
             if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-                raise WeightsRefused(f"{name} has numbers that are not finite, or no floating point type ({tensor.dtype})")
+                raise WeightsRefused(
+                    f"{name} ({tensor.dtype}) is not of floating point, or has numbers that are not finite"
+                )
             first = seen.setdefault(self._home[name], name)
-            if not torch.equal(tensors[first], tensor):
+            if first != name and not torch.equal(tensors[first], tensor):
                 raise WeightsRefused(f"{name} and {first} are one tensor in this model, but differ here")
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrites the parameters with tensors that were checked."""
         for name, tensor in tensors.items():
             self._views[name].copy_(tensor)
 

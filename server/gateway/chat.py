@@ -69,13 +69,17 @@ class ChatGateway:
     async def _reply(self, session: Session, request: ChatRequest) -> dict[str, Any]:
         _check_open(session)
         if session.started >= session.limits.max_turns:
-            raise SessionError(f"the session's budget of {session.limits.max_turns} turns is spent", 400, "budget_exceeded")
+            raise SessionError(
+                f"the session's budget of {session.limits.max_turns} turns is spent", 400, "budget_exceeded"
+            )
         prompt = self._prompt(session, request)
         session.started += 1
         rid = uuid.uuid4().hex
         session.running[rid] = time.monotonic()
         try:
-            completion = await self.engine.generate(prompt.ids, self._sampling(session, request, prompt), rid=rid, key=session.record.group_id)
+            completion = await self.engine.generate(
+                prompt.ids, self._sampling(session, request, prompt), rid=rid, key=session.record.group_id
+            )
         except EngineRefused as error:
             raise SessionError(f"the engine refused the request: {error}", 400, "engine_refused") from error
         finally:
@@ -116,7 +120,9 @@ class ChatGateway:
             )
         return Prompt(match, whole, delta, close, match.fork_reason, min(wanted, room))
 
-    async def _record(self, session: Session, request: ChatRequest, prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    async def _record(
+        self, session: Session, request: ChatRequest, prompt: Prompt, completion: Completion
+    ) -> dict[str, Any]:
         parsed = self.renderer.parse(completion.token_ids)
         base = prompt.match.base
         delivered = not session.closed
@@ -149,7 +155,7 @@ class ChatGateway:
     def _body(
         self, session: Session, request: ChatRequest, prompt: Prompt, completion: Completion, message: dict[str, Any]
     ) -> dict[str, Any]:
-        logprobs = None
+        logprobs: list[dict[str, Any]] | None = None
         if request.logprobs:
             text = self.renderer.codec.token_text
             logprobs = [

@@ -60,7 +60,11 @@ def read_chat(body: bytes) -> ChatRequest:
         if message.get("role") not in ROLES:
             raise SessionError(f"messages[{at}].role is {message.get('role')!r}; known: {', '.join(sorted(ROLES))}")
         for call in message.get("tool_calls") or ():
-            if not isinstance(call, dict) or not isinstance(call.get("function"), dict) or "name" not in call["function"]:
+            if (
+                not isinstance(call, dict)
+                or not isinstance(call.get("function"), dict)
+                or "name" not in call["function"]
+            ):
                 raise SessionError(f"messages[{at}].tool_calls: every call needs a function with a name")
     refused = {
         "stream": bool(request.stream),

@@ -103,9 +103,7 @@ class GroupBook:
             slot.retries_left -= 1
             slot.attempt += 1
             slot.started_at = None
-            self._queue.append(
-                Assignment(group_id, len(group.slots), (index,), slot.attempt, group.task, group.seed)
-            )
+            self._queue.append(Assignment(group_id, len(group.slots), (index,), slot.attempt, group.task, group.seed))
             return None
         slot.outcome = outcome
         return group if group.complete else None
@@ -140,5 +138,7 @@ class GroupBook:
     def running(self) -> int:
         """Rollouts that workers are playing."""
         return sum(
-            slot.outcome is None and slot.started_at is not None for group in self.groups.values() for slot in group.slots
+            slot.outcome is None and slot.started_at is not None
+            for group in self.groups.values()
+            for slot in group.slots
         )

@@ -24,7 +24,7 @@ from palestra.server.rows import trajectory_rows
 from palestra.server.signal import Signal
 from palestra.server.store.turnlog import TurnLog
 from palestra.server.store.types import GroupRecord, SessionOutcome, SessionRecord, SessionState, StoredSession
-from palestra.server.types import GroupState, TrajectoryGroup
+from palestra.server.types import GroupState, TrainingSample, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ class Plan:
             ValueError: none, or another number than another worker reported.
         """
         if self.order is not None and self.order.count != count:
-            raise ValueError(f"a worker reports {count} tasks, another reported {self.order.count}: environments differ")
+            raise ValueError(
+                f"a worker reports {count} tasks, another reported {self.order.count}: environments differ"
+            )
         self.order = TaskOrder(count, shuffle=self.settings.shuffle, seed=self.settings.seed)
         self.tasks = tasks if tasks is not None else self.tasks
 
@@ -96,7 +98,7 @@ class Plan:
     def load(self) -> Load:
         """Groups that are not finished with."""
         counts = self.buffer.counts()
-        return Load(len(self.book.groups), counts.ready, counts.claimed)
+        return Load(len(self.book.groups), counts.get("ready", 0), counts.get("claimed", 0))
 
     def room(self) -> int:
         """Groups that may be opened now."""
@@ -148,12 +150,20 @@ class Plan:
 
     async def _finish(self, group: OpenGroup) -> None:
         """A complete group: rows, filter, buffer."""
-        scored = {f"{group.group_id}-{slot.index}": slot for slot in group.slots if slot.outcome and slot.outcome.reward is not None}
-        samples = []
+        scored = {
+            f"{group.group_id}-{slot.index}": slot
+            for slot in group.slots
+            if slot.outcome and slot.outcome.reward is not None
+        }
+        samples: list[TrainingSample] = []
         for rollout_id, slot in scored.items():
             trajectory = await asyncio.to_thread(self.log.reader.read_trajectory, rollout_id, slot.attempt)
             samples += trajectory_rows(trajectory)
-        rewards = {rid: float(slot.outcome.reward) for rid, slot in scored.items() if slot.outcome and slot.outcome.reward is not None}
+        rewards = {
+            rid: float(slot.outcome.reward)
+            for rid, slot in scored.items()
+            if slot.outcome and slot.outcome.reward is not None
+        }
         complete = TrajectoryGroup(group.group_id, group.task_id, len(group.slots), tuple(samples), rewards)
         reason = self._drop_reason(complete)
         if reason is None:

@@ -109,7 +109,9 @@ class Renderer(ABC):
     def _generation_prompt(self) -> list[Piece]:
         return [self.start, "assistant\n"]
 
-    def _conversation(self, messages: Sequence[Message], tools: Sequence[ToolSpec], opening: bool = True) -> list[Piece]:
+    def _conversation(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], opening: bool = True
+    ) -> list[Piece]:
         if not opening:
             return self._turns(messages)
         system, rest = None, list(messages)
@@ -175,7 +177,11 @@ def arguments_text(call: Message) -> str:
 
 def make_call(name: str, arguments: str) -> dict[str, Any]:
     """A tool call in OpenAI's form under a fresh id."""
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def strip_end(ids: Sequence[int], stop_ids: Sequence[int]) -> Sequence[int]:

@@ -7,6 +7,7 @@ by somebody else is waited for `BUSY_S` seconds and is a `StoreError` then.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,6 +108,20 @@ def _known_version(db: sqlite3.Connection, path: Path, schema: Schema) -> int:
     return found
 
 
+def check_text(*values: str | None) -> None:
+    """To be called before text is given to SQLite: a binding that fails after a statement failed would, in CPython 3.11, run the
+    statement with the values that it had before.
+
+    Raises:
+        StoreError: a text holds a lone surrogate, which no UTF-8 can express.
+    """
+    for value in values:
+        try:
+            (value or "").encode()
+        except UnicodeEncodeError as error:
+            raise StoreError(f"{value!r} cannot be stored: {error}") from error
+
+
 @contextmanager
 def store_errors(path: Path) -> Iterator[None]:
     """Turns SQLite's errors while reading into StoreError."""
@@ -129,10 +144,19 @@ def transaction(db: sqlite3.Connection, path: Path) -> Iterator[None]:
         db.execute("commit")
     except sqlite3.Error as error:
         undo(db)
-        raise StoreError(f"{path}: {error}; nothing of this write was kept") from error
+        code = getattr(error, "sqlite_errorname", type(error).__name__)
+        raise StoreError(f"{path}: {error} ({code}, {_free(path)}); nothing of this write was kept") from error
     except BaseException:
         undo(db)
         raise
+
+
+def _free(path: Path) -> str:
+    """For a message: SQLite calls several ways of running out of space an I/O error."""
+    try:
+        return f"{shutil.disk_usage(path.parent).free / 1e6:.0f} MB free"
+    except OSError as error:
+        return f"free space unknown: {error}"
 
 
 def undo(db: sqlite3.Connection) -> None:

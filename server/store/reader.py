@@ -105,6 +105,10 @@ class StoreReader:
         )
         return tuple(StoredEvent(rollout, attempt, kind, at, loads(data)) for rollout, attempt, kind, at, data in rows)
 
+    def commits(self) -> int:
+        """A number that changes by one with each commit of a writer, as long as this reader is open."""
+        return int(self._rows("pragma data_version", ())[0][0])
+
     def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._lock, store_errors(self.path):
             return self._db.execute(sql, values).fetchall()

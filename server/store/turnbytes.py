@@ -6,6 +6,7 @@ In: a turn of the recorder, checked here for what no later reader could repair. 
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ COLUMNS = (
     "idx, parent, tokens, delivered, close_tokens, cached_tokens, temperature, finish_reason, fork_reason, at, prompt, "
     "completion, logprobs, spans, messages, experts_shape, experts"
 )
+
+
+_I2, _I4, _F4 = np.dtype("<i2"), np.dtype("<i4"), np.dtype("<f4")
 
 
 def check_turn(turn: Turn) -> None:
@@ -53,13 +57,13 @@ def turn_values(turn: Turn, at: float) -> tuple[Any, ...]:
         turn.finish_reason,
         turn.fork_reason,
         at,
-        np.ascontiguousarray(turn.prompt_delta, "<i4").tobytes(),
-        np.ascontiguousarray(turn.completion_ids, "<i4").tobytes(),
-        np.ascontiguousarray(turn.logprobs, "<f4").tobytes(),
-        np.array([(s.version, s.start, s.end) for s in turn.spans], "<i4").tobytes(),
+        np.asarray(turn.prompt_delta, _I4).tobytes(),
+        np.asarray(turn.completion_ids, _I4).tobytes(),
+        np.asarray(turn.logprobs, _F4).tobytes(),
+        struct.pack(f"<{3 * len(turn.spans)}q", *(n for s in turn.spans for n in (s.version, s.start, s.end))),
         dumps(turn.messages),
         None if experts is None else ",".join(map(str, experts.shape)),
-        None if experts is None else np.ascontiguousarray(experts, "<i2").tobytes(),
+        None if experts is None else np.asarray(experts, _I2).tobytes(),
     )
 
 
@@ -75,7 +79,7 @@ def turn_of(row: tuple[Any, ...]) -> Turn:
         completion_ids=np.frombuffer(completion, "<i4").astype(np.int32, copy=False),
         logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32, copy=False),
         finish_reason=finish,
-        spans=tuple(VersionSpan(*map(int, span)) for span in np.frombuffer(spans, "<i4").reshape(-1, 3)),
+        spans=tuple(VersionSpan(*map(int, span)) for span in np.frombuffer(spans, "<i8").reshape(-1, 3)),
         temperature=temperature,
         fork_reason=fork,
         cached_tokens=cached,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.server.store.commit import GroupCommit
-from palestra.server.store.database import open_writer
+from palestra.server.store.database import check_text, open_writer
 from palestra.server.store.jsonbytes import dumps
 from palestra.server.store.lock import FileLock
 from palestra.server.store.reader import StoreReader
@@ -34,7 +34,10 @@ _APPEND = (
 
 
 class TurnLog:
-    """The one writer of a store folder's `turns.db`. Writes are called on one event loop and give futures."""
+    """The one writer of a store folder's `turns.db`. Writes are called on one event loop and give futures.
+
+    Every write raises StoreError at once where a text cannot be stored, and its future raises StoreError where the disk failed.
+    """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """Opens or makes the log; `clock` gives Unix seconds.
@@ -61,6 +64,7 @@ class TurnLog:
 
     def open_session(self, record: SessionRecord) -> asyncio.Future[None]:
         """Stores a new open session. The future raises SessionError where `(rollout_id, attempt)` is there already."""
+        check_text(record.rollout_id, record.group_id, record.task_id)
         key = (record.rollout_id, record.attempt)
         values = (
             *key,
@@ -91,6 +95,7 @@ class TurnLog:
             SampleError: at once, where ids, logprobs and version spans do not fit each other.
         """
         check_turn(turn)
+        check_text(turn.finish_reason, turn.fork_reason)
         key, at = (rollout_id, attempt), self._clock()
         values = (*turn_values(turn, at), rollout_id, attempt)
 
@@ -127,6 +132,7 @@ class TurnLog:
         stands."""
         if outcome.reward is not None and not math.isfinite(outcome.reward):
             outcome = replace(outcome, reward=None)
+        check_text(outcome.stop_reason)
         parts = {name: getattr(outcome, name) for name in SessionOutcome.__slots__}
         values = (
             SessionState.CLOSED,
@@ -152,6 +158,7 @@ class TurnLog:
     def discard_session(self, rollout_id: str, attempt: int, reason: str) -> asyncio.Future[bool]:
         """Takes an open or closed session out for good, its tokens counted under `reason`. False: it was discarded
         before."""
+        check_text(reason)
         values = (SessionState.DISCARDED, self._clock(), reason, rollout_id, attempt)
 
         def write(db: sqlite3.Connection) -> bool:
@@ -166,11 +173,13 @@ class TurnLog:
 
     def add_event(self, rollout_id: str, attempt: int, kind: str, data: Mapping[str, Any]) -> asyncio.Future[None]:
         """Notes something that is no turn. Forks are noted by `append_turn` itself."""
+        check_text(kind)
         at, blob = self._clock(), dumps(data)
         return self._commit.submit(lambda db: _add_event(db, (rollout_id, attempt), kind, at, blob))
 
     def put_group(self, group: GroupRecord) -> asyncio.Future[bool]:
         """Stores a planned group. The future gives False where its id is there already, which is left alone."""
+        check_text(group.group_id)
         values = (group.group_id, dumps(group.task), group.seed, group.size, group.attempt, group.state)
         sql = "insert or ignore into groups (group_id, task, seed, size, attempt, state) values (?, ?, ?, ?, ?, ?)"
         return self._commit.submit(lambda db: bool(db.execute(sql, values).rowcount))

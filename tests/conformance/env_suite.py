@@ -5,6 +5,7 @@ Subclass `EnvSuite` and give `env_id` and `args`; an environment without an orac
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -106,8 +107,7 @@ class EnvSuite:
             assert self.episode(env, task, [question]).reward.value == 0.0
 
     def test_the_answer_of_another_task_is_wrong(self, env: Any, inner: MessageEnv) -> None:
-        tasks = [task for task in self.some_tasks(inner)]
-        for task, other in zip(tasks, tasks[1:], strict=False):
+        for task, other in itertools.pairwise(self.some_tasks(inner)):
             if task.answer != other.answer:
                 assert self.episode(env, task, self.oracle(inner, other)).reward.value < 0.5
 
@@ -155,12 +155,12 @@ class EnvSuite:
     def test_a_time_limit_is_scored(self, inner: MessageEnv) -> None:
         env = gym.make(self.env_id, max_episode_steps=1, disable_env_checker=True, **self.args)
         env.reset(seed=0)
-        call = next((tool["function"]["name"] for tool in inner.tool_specs()), None)
-        if call is None:
-            return
-        asked = {"id": "c", "type": "function", "function": {"name": call, "arguments": "{}"}}
-        _, reward, terminated, truncated, info = env.step({"role": "assistant", "content": "", "tool_calls": [asked]})
-        assert (terminated, truncated) == (False, True)
-        assert info["step"].stop_reason is StopReason.MAX_TURNS
+        calls = [
+            {"id": "c", "type": "function", "function": {"name": spec["function"]["name"], "arguments": "{}"}}
+            for spec in inner.tool_specs()[:1]
+        ]
+        _, reward, terminated, truncated, info = env.step({"role": "assistant", "content": "", "tool_calls": calls})
+        assert (terminated, truncated) == (not calls, bool(calls))
+        assert info["step"].stop_reason is (StopReason.MAX_TURNS if calls else StopReason.ANSWER)
         assert info["step"].reward.value == pytest.approx(reward)
         env.close()

@@ -1,0 +1,105 @@
+"""`palestra train CONFIG.toml [--key.sub=value ...] [--resume]`: a training job on this machine.
+
+In: a configuration. Out: a run folder, progress on the console, and an exit status: 0 done, 1 the run cannot go on, 2 the configuration is
+wrong, 130 stopped by the user. The supervisor that this starts loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from palestra.cli.config import ConfigError, RunConfig, load_config
+from palestra.cli.launch.local import LocalLauncher
+from palestra.cli.launch.types import LaunchError
+from palestra.cli.progress import Progress, summary
+from palestra.cli.runfolder import prepare
+from palestra.cli.supervisor import Supervisor
+from palestra.envs.registry import find_spec
+from palestra.envs.tasks import read_tasks
+from palestra.envs.types import EnvError, TaskError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains."""
+    parser = argparse.ArgumentParser(
+        prog="palestra train", description="Any field of the file can be given as --table.key=value."
+    )
+    parser.add_argument("config", type=Path, help="the run's TOML file")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the same folder")
+    options, overrides = parser.parse_known_args(argv)
+    if bad := [word for word in overrides if not word.startswith("--") or "=" not in word]:
+        parser.error(f"unexpected {bad[0]!r}; overrides look like --table.key=value")
+    console = Console(stderr=False, soft_wrap=True)
+    try:
+        config = load_config(options.config, overrides)
+        check_inputs(config)
+        folder = prepare(config, resolve_model(config, console), options.resume)
+    except (ConfigError, EnvError, TaskError) as error:
+        print(f"palestra train: {error}", file=sys.stderr)
+        return 2
+    return run(folder, config, console)
+
+
+def run(folder: Path, config: RunConfig, console: Console) -> int:
+    """Runs a prepared folder to its end and shows what came of it."""
+    console.print(f"run {folder}", highlight=False)
+    try:
+        with Progress(folder, config.run.steps, console) as progress:
+            status = Supervisor(folder, config, LocalLauncher(), progress).run()
+    except LaunchError as error:
+        print(f"palestra train: {error}", file=sys.stderr)
+        return 1
+    summary(folder, config.run.steps, console, over=status == 0)
+    if status == 0:
+        console.print(
+            f"\nWhat next:\n  palestra inspect {folder}             its groups and rollouts\n"
+            f"  palestra inspect {folder} g000000-0   one rollout, token by token",
+            highlight=False,
+        )
+    return status
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Everything that can be refused before a process starts.
+
+    Raises:
+        ConfigError, EnvError, TaskError: what is wrong and where.
+    """
+    from palestra.trainer.megatron.passthrough import check_passthrough
+
+    find_spec(config.env.id)
+    if config.env.tasks is not None:
+        read_tasks(config.env.tasks)
+    if config.sft is not None and not Path(config.sft.data).is_file():
+        raise ConfigError(f"sft.data: {config.sft.data} is no file")
+    window = min(config.algo.max_context or config.rollout.context_len, config.rollout.context_len)
+    if config.algo.max_response >= window:
+        raise ConfigError(
+            f"algo.max_response ({config.algo.max_response}) leaves no room for a prompt in {window} tokens"
+        )
+    try:
+        check_passthrough(config.megatron)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def resolve_model(config: RunConfig, console: Console) -> Path:
+    """The model's folder; a packaged model is converted on its first use, in a process of its own (it needs torch).
+
+    Raises:
+        ConfigError: there is no such model; the message says what to do.
+    """
+    cache = Path(config.model.cache).expanduser()
+    command = [sys.executable, "-m", "palestra.trainer.packaged", config.model.path, "--cache", str(cache)]
+    with console.status(f"preparing the model {config.model.path}"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ConfigError(f"model.path: {lines[-1]}")
+    return Path(done.stdout.strip().splitlines()[-1])

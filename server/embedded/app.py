@@ -1,0 +1,196 @@
+"""The HTTP surface: SGLang's native paths over an `Engine`.
+
+In: requests. Out: JSON (errors too, with the status of their kind). /generate waits for its request's end, and drops it
+when the client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import orjson
+from fastapi import FastAPI
+from fastapi.requests import Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import ValidationError
+
+from palestra.server.embedded import wire
+from palestra.server.embedded.engine import Engine
+from palestra.server.embedded.metrics import exposition
+from palestra.server.embedded.model import end_ids
+from palestra.server.embedded.types import EmbeddedError, EngineOptions, GenerateCall, GenerateResult, RequestRefused
+
+Body = TypeVar("Body", bound=wire.Wire)
+CLIENT_GONE = 499
+
+
+class Api:
+    """The handlers."""
+
+    def __init__(self, engine: Engine, options: EngineOptions) -> None:
+        self._engine, self._options = engine, options
+        self._model_path = options.model_path
+        self._end_ids = end_ids(options.model_path)
+
+    def app(self) -> FastAPI:
+        """The application with all paths."""
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        app.add_exception_handler(EmbeddedError, _refuse)
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/generate": self.generate,
+            "/abort_request": self.abort,
+            "/pause_generation": self.pause,
+            "/continue_generation": self.resume,
+            "/flush_cache": self.flush,
+            "/begin_weight_update": self.begin_update,
+            "/update_weights_from_disk": self.update_from_disk,
+            "/update_weights_from_tensor": self.update_from_tensor,
+            "/end_weight_update": self.end_update,
+        }
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/health": self.health,
+            "/model_info": self.model_info,
+            "/metrics": self.metrics,
+        }
+        for method, paths in (("POST", posts), ("GET", gets)):
+            for path, handler in paths.items():
+                app.add_route(path, handler, methods=[method])
+        return app
+
+    async def generate(self, request: Request) -> Response:
+        """POST /generate."""
+        started = time.perf_counter()
+        body = await _read(request, wire.GenerateBody)
+        core = self._engine.core
+        call = wire.to_call(
+            body,
+            vocab_size=core.model.vocab_size,
+            context_length=core.context_length,
+            end_ids=self._end_ids,
+            allow_forced=self._options.allow_forced_ids,
+        )
+        if call.want_experts and not core.model.shape.top_k:
+            raise RequestRefused("return_routed_experts: this model has no experts")
+        result = await self._unless_gone(request, call)
+        if result is None:
+            return Response(status_code=CLIENT_GONE)
+        seconds = time.perf_counter() - started
+        return _json(wire.to_answer(call, result, core.version, seconds, logprobs=body.return_logprob))
+
+    async def _unless_gone(self, request: Request, call: GenerateCall) -> GenerateResult | None:
+        """The result, or None where the client closed its connection first."""
+        work = asyncio.create_task(self._engine.generate(call))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return await work if work.done() else None
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    async def abort(self, request: Request) -> Response:
+        """POST /abort_request: 200 also where nothing of that rid is under way, since it may just have ended."""
+        body = await _read(request, wire.AbortBody)
+        if not body.abort_all and not body.rid:
+            raise RequestRefused("rid or abort_all is needed")
+        return _json({"success": True, "aborted": await self._engine.abort(None if body.abort_all else body.rid)})
+
+    async def pause(self, request: Request) -> Response:
+        """POST /pause_generation."""
+        body = await _read(request, wire.PauseBody)
+        await self._engine.pause(body.mode)
+        return _json({"status": "ok", "message": f"paused ({body.mode})"})
+
+    async def resume(self, request: Request) -> Response:
+        """POST /continue_generation."""
+        await _read(request, wire.EmptyBody)
+        await self._engine.resume()
+        return _json({"status": "ok", "message": "continued"})
+
+    async def flush(self, request: Request) -> Response:
+        """POST /flush_cache."""
+        await _read(request, wire.EmptyBody)
+        await self._engine.flush()
+        return _json({"success": True, "message": "prefix store emptied"})
+
+    async def begin_update(self, request: Request) -> Response:
+        """POST /begin_weight_update."""
+        await _read(request, wire.VersionBody)
+        await self._engine.begin_update()
+        return _json({"success": True, "message": "update begun"})
+
+    async def update_from_disk(self, request: Request) -> Response:
+        """POST /update_weights_from_disk."""
+        body = await _read(request, wire.DiskBody)
+        await self._engine.update_from_folder(body.model_path, body.weight_version)
+        self._model_path = body.model_path
+        return self._updated()
+
+    async def update_from_tensor(self, request: Request) -> Response:
+        """POST /update_weights_from_tensor."""
+        body = await _read(request, wire.TensorBody)
+        await self._engine.update_from_blobs(body.serialized_named_tensors, body.weight_version)
+        return self._updated()
+
+    async def end_update(self, request: Request) -> Response:
+        """POST /end_weight_update."""
+        body = await _read(request, wire.VersionBody)
+        await self._engine.end_update(body.weight_version)
+        return self._updated()
+
+    def _updated(self) -> Response:
+        return _json({"success": True, "message": "ok", "weight_version": self._engine.core.version})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while the loop lives."""
+        fault = self._engine.fault
+        if fault is not None:
+            return _json({"status": "dead", "cause": f"{type(fault).__name__}: {fault}"}, 503)
+        return _json({"status": "ok"})
+
+    async def model_info(self, request: Request) -> Response:
+        """GET /model_info."""
+        core, options = self._engine.core, self._options
+        return _json(
+            {
+                "model_path": self._model_path,
+                "is_generation": True,
+                "weight_version": core.version,
+                "vocab_size": core.model.vocab_size,
+                "context_length": core.context_length,
+                "max_running_requests": options.max_running,
+                "max_total_num_tokens": core.scheduler.max_tokens,
+                "dtype": options.dtype,
+                "paused": self._engine.paused,
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return PlainTextResponse(exposition(self._engine), media_type="text/plain; version=0.0.4")
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    raw = await request.body()
+    try:
+        return kind.model_validate_json(raw or b"{}")
+    except ValidationError as fault:
+        raise RequestRefused(wire.explain(fault)) from fault
+
+
+async def _disconnected(request: Request) -> None:
+    """Ends when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(_: Request, fault: Exception) -> Response:
+    status = fault.status if isinstance(fault, EmbeddedError) else EmbeddedError.status
+    return _json({"success": False, "message": str(fault), "error": {"message": str(fault)}}, status)
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")

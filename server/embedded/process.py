@@ -1,0 +1,73 @@
+"""The engine process: loads the model, binds a port, serves until it is told to stop.
+
+In: options. Out: the base URL, once requests are answered. SIGTERM and SIGINT end it: waiting requests are answered
+with an error at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from palestra.server.embedded.app import Api
+from palestra.server.embedded.core import Core
+from palestra.server.embedded.engine import Engine
+from palestra.server.embedded.types import EngineOptions
+
+GRACE_S = 5
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with a word on when it starts to answer and when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], stop: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._ready, self._stop = ready, stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn in the signal handler."""
+        self._stop()
+        super().handle_exit(sig, frame)
+
+
+def serve(options: EngineOptions, on_ready: Callable[[str], None]) -> None:
+    """Runs the engine in this thread until a signal ends it. `on_ready` gets the base URL.
+
+    Raises:
+        ModelRefused: the model folder cannot be served.
+        OSError: the address cannot be bound.
+    """
+    listener = socket.create_server((options.host, options.port), backlog=2048)
+    with listener:
+        core = Core(options)
+        asyncio.run(_serve(core, options, listener, on_ready))
+
+
+async def _serve(core: Core, options: EngineOptions, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    engine = Engine(core, options.num_threads)
+    loop = asyncio.get_running_loop()
+    work = asyncio.create_task(engine.run())
+    host, port = listener.getsockname()[:2]
+    config = uvicorn.Config(
+        Api(engine, options).app(), access_log=False, log_level="warning", timeout_graceful_shutdown=GRACE_S
+    )
+    server = Server(
+        config,
+        ready=lambda: on_ready(f"http://{host}:{port}"),
+        stop=lambda: loop.call_soon_threadsafe(work.cancel),
+    )
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        work.cancel()
+        await asyncio.wait({work})

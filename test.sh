@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# ./test.sh          everything that needs no root and nothing but PyPI: unit tests and the walk
+# ./test.sh --ci     as root, what needs more: system services and mounts (installs and starts them)
+# ./test.sh --unit   the unit tests alone (under a minute)
+# ./test.sh --full   every seed and every kill point; long
+set -euo pipefail
+cd "$(dirname "$0")"
+. scripts/environment.sh
+
+tier=${1:-}
+[ $# -eq 0 ] || shift
+prepare train,dev
+export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+case $tier in
+    --unit) selected="not walk and not ci and not full" ;;
+    --ci) selected="ci" ;;
+    --full) selected="full" ;;
+    "") selected="not ci and not full" ;;
+    *) fail "unknown argument $tier; known: --unit, --ci, --full" ;;
+esac
+exec .venv/bin/python -m pytest -m "$selected" "$@"

@@ -1,0 +1,129 @@
+"""The trainer's sections of a run's file: `[train]`, `[optim]`, `[algo]`, `[weights]`, `[sft]`. Nothing heavy is imported.
+
+Keys of the specification that this build cannot honour are refused by name; values too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from palestra.agents.config import GroupsConfig
+from palestra.envs.config import Section
+
+
+def _only(path: str, value: Any, built: tuple[str, ...]) -> Any:
+    if value not in built:
+        raise ValueError(f"not built: {path} = {value!r}; use {' or '.join(map(repr, built))}")
+    return value
+
+
+class TrainConfig(Section):
+    """`[train]`: how a step is computed."""
+
+    table: ClassVar[str] = "train"
+    not_built: ClassVar[frozenset[str]] = frozenset(
+        "tp pp vpp cp ep etp sp first_stage_layers last_stage_layers grad_dtype optimizer distributed_optimizer optimizer_offload recompute "
+        "micro_batch dynamic_batch per_token_loss aux_loss_coef z_loss_coef mtp_loss router_replay entropy critic deterministic "
+        "grouped_gemm mcore_version".split()
+    )
+    dtype: str = "fp32"
+    """What weights, gradients and moments are kept in."""
+    threads: int | None = Field(None, ge=1)
+    """Threads of the trainer's arithmetic on a CPU; None: torch's own choice."""
+    max_tokens_per_gpu: int = Field(1024, ge=1)
+    """Distinct tokens that go through the model at once: a prompt that rows share counts once."""
+    logprob_chunk_tokens: int = Field(0, ge=0)
+    """Predictions whose logits exist at a time, the others being computed again in the backward pass; 0: all of a micro-batch."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _dtype(cls, value: str) -> str:
+        return str(_only("train.dtype", value, ("fp32",)))
+
+
+class OptimConfig(Section):
+    """`[optim]`: AdamW."""
+
+    table: ClassVar[str] = "optim"
+    lr: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the rate rises linearly from lr / warmup_steps."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Of matrices; norms do not decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest norm of the whole gradient; 0: no clipping."""
+    schedule: str = "constant"
+
+    @field_validator("schedule")
+    @classmethod
+    def _schedule(cls, value: str) -> str:
+        return str(_only("optim.schedule", value, ("constant",)))
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("optim.betas must lie in [0, 1)")
+        return value
+
+
+class AlgoConfig(GroupsConfig):
+    """`[algo]`: groups and how they are sampled (inherited), and what is learned from them."""
+
+    not_built: ClassVar[frozenset[str]] = GroupsConfig.not_built | frozenset(
+        "global_batch oversample max_prompt max_observation ratio_correction top_p top_k min_p frequency_penalty presence_penalty".split()
+    )
+    estimator: str = "grpo"
+    std_normalise: bool = True
+    """Divide advantages by the standard deviation of their group's rewards."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL penalty against the weights that the run started from; 0: none, and no second forward pass."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimizer steps over which the rollouts of a batch are spread."""
+
+    @field_validator("estimator")
+    @classmethod
+    def _estimator(cls, value: str) -> str:
+        return str(_only("algo.estimator", value, ("grpo",)))
+
+
+class WeightsConfig(Section):
+    """`[weights]`: how new weights reach the engines."""
+
+    table: ClassVar[str] = "weights"
+    not_built: ClassVar[frozenset[str]] = frozenset("mode shared_dir local_dir t0_s delta_encoding".split())
+    transport: str = "disk"
+    """`disk`: a Hugging Face folder in the run; `tensor`: safetensors bytes in the body of requests."""
+    bucket_bytes: int = Field(512 * 2**20, ge=1)
+    """Largest piece at a time: of a request's body, or of a file of the folder. A larger tensor goes alone."""
+    verify: Literal["checksum", "none"] = "checksum"
+    """`checksum`: what was written is read back and compared before an engine is told of it."""
+
+    @field_validator("transport")
+    @classmethod
+    def _transport(cls, value: str) -> str:
+        return str(_only("weights.transport", value, ("disk", "tensor")))
+
+
+class SftConfig(Section):
+    """`[sft]`: a supervised warm start before the first rollout."""
+
+    table: ClassVar[str] = "sft"
+    data: Path
+    """A JSONL file, one {"messages": [...], "tools": [...]} a line."""
+    steps: int = Field(100, ge=1)
+    batch_size: int = Field(16, ge=1)
+    """Transcripts of one step."""
+    lr: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: falling to a tenth of lr, or staying."""
+    seed: int = 0
+    """Of the order in which transcripts are drawn."""
