@@ -22,6 +22,8 @@ from palestra.envs.types import Episode, Message, Task, ToolSpec
 
 logger = logging.getLogger(__name__)
 
+QUEUE_ROUNDS = 10
+"""How many whole episodes a rollout waits for a free thread."""
 GRACE_S = 30.0
 """How much longer than its deadline an episode may take to end by itself: one tool call that is under way, and the
 grader.
@@ -87,7 +89,8 @@ def run_group(
     """
     first_reply = threading.Event()
     rollouts = [
-        _Rollout(assignment, index, players, host, limits, first_reply) for index in range(assignment.group_size)
+        _Rollout(assignment, index, players, host, limits, first_reply, assignment.task)
+        for index in range(assignment.group_size)
     ]
     leader, followers = rollouts[0], rollouts[1:]
     _start(leader, threads)
@@ -102,13 +105,13 @@ def run_group(
 
 def _start(rollout: _Rollout, threads: EpisodeThreads) -> None:
     name = f"episode-{rollout.assignment.group_id}-{rollout.index}"
-    queue_s = 10 * (
-        rollout.limits.deadline_s + GRACE_S
-    )  # episodes of other groups may go first; each of them is bounded
+    # Episodes of other groups may go first; each of them is bounded.
+    queue_s = QUEUE_ROUNDS * (rollout.limits.deadline_s + GRACE_S)
     try:
         rollout.give_back = threads.start(rollout.run, name, queue_s)
     except TimeoutError as error:
-        rollout.abandon(error)
+        logger.exception("rollout %d of group %s never started", rollout.index, rollout.assignment.group_id)
+        rollout.refuse(error)
 
 
 @dataclass(slots=True)
@@ -121,29 +124,32 @@ class _Rollout:
     host: SessionHost
     limits: Limits
     first_reply: threading.Event
+    task: Task | int
     give_back: Callable[[], None] = lambda: None
     began: float = field(default_factory=time.monotonic)
-    task_id: str = ""
     handle: SessionHandle | None = None
     episode: Episode | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def task_id(self) -> str:
+        """Until an environment has looked an index up, the index stands for the id."""
+        task = self.task
+        return task.id if isinstance(task, Task) else f"#{task}"
+
     def run(self) -> None:
         """The whole rollout, in its own thread; it raises nothing."""
         self.began = time.monotonic()
-        task = self.assignment.task
-        self.task_id = task.id if isinstance(task, Task) else f"#{task}"
         env: Env | None = None
         try:
             try:
                 env = self.players.make_env()
-                task = _resolve(env, task)
-                self.task_id = task.id
+                self.task = _resolve(env, self.task)
             finally:  # a session is opened for every rollout: a group is complete when each of them was closed
                 handle = self._adopt(self.host.open_session(self.assignment, self.index, self.task_id))
             policy = _Signalling(self.players.make_policy(handle), self.first_reply)
-            episode = play(env, policy, self.limits, task=task, seed=self.assignment.seed)
+            episode = play(env, policy, self.limits, task=self.task, seed=self.assignment.seed)
         except Exception as error:
             logger.exception("rollout %d of group %s could not be played", self.index, self.assignment.group_id)
             episode = infra_episode(self.task_id, error)
@@ -154,16 +160,25 @@ class _Rollout:
 
     def wait(self) -> Episode:
         """The episode; one that has not ended a while after its deadline is given up, and its session is closed."""
-        while not self.ended.wait(max(0.0, self.began + self.limits.deadline_s + GRACE_S - time.monotonic())):
-            if time.monotonic() >= self.began + self.limits.deadline_s + GRACE_S:
-                self.abandon(TimeoutError(f"the episode's thread did not end within {GRACE_S:g} s after its deadline"))
+        if not self.ended.wait(max(0.0, self.began + self.limits.deadline_s + GRACE_S - time.monotonic())):
+            fault = TimeoutError(f"the episode's thread did not end within {GRACE_S:g} s after its deadline")
+            self._close(infra_episode(self.task_id, fault))
+            self.give_back()
+            self.ended.wait(GRACE_S)  # its thread may be about to close the session
         assert self.episode is not None, "an ended rollout has its episode"
         return self.episode
 
-    def abandon(self, error: BaseException) -> None:
-        """Gives the rollout up. Its thread, if it ever wakes, finds the session closed."""
+    def refuse(self, error: BaseException) -> None:
+        """Ends a rollout that got no thread. Its session is opened and closed all the same, so that the group
+        completes.
+        """
+        try:
+            self._adopt(self.host.open_session(self.assignment, self.index, self.task_id))
+        except Exception:
+            logger.exception(
+                "the session of rollout %d of group %s was not opened", self.index, self.assignment.group_id
+            )
         self._close(infra_episode(self.task_id, error))
-        self.give_back()
 
     def _adopt(self, handle: SessionHandle) -> SessionHandle:
         with self.lock:

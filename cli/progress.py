@@ -25,7 +25,7 @@ class Progress:
 
     def __init__(self, folder: Path, steps: int, console: Console) -> None:
         self.folder, self.steps, self.console = folder, steps, console
-        self._shown = {entry["step"] for entry in read_metrics(folder)}
+        self._shown = {entry["train_step"] for entry in read_metrics(folder)}
         self._status = console.status("starting") if console.is_terminal else None
         self._told = ("", 0.0)
         self._last = time.monotonic()
@@ -57,13 +57,13 @@ class Progress:
     def update(self) -> None:
         """Prints the steps that are new."""
         for entry in read_metrics(self.folder):
-            if entry["step"] in self._shown:
+            if entry["train_step"] in self._shown:
                 continue
-            self._shown.add(entry["step"])
+            self._shown.add(entry["train_step"])
             now = time.monotonic()
             self._durations.append(now - self._last)
             self._last = now
-            self.say(step_line(entry, self.steps, self._left(entry["step"])))
+            self.say(step_line(entry, self.steps, self._left(entry["train_step"])))
 
     def _left(self, step: int) -> float:
         recent = self._durations[-5:]
@@ -78,7 +78,7 @@ def step_line(entry: Mapping[str, Any], steps: int, left_s: float | None = None)
         return "-" if value is None else format(value, form)
 
     parts = [
-        f"step {entry['step']:>3}/{steps}",
+        f"step {entry['train_step']:>3}/{steps}",
         f"reward {figure('reward/total/mean')}",
         f"valid calls {figure('env/valid_call/mean', '.2f')}",
         f"right answers {figure('env/right_answer/mean', '.2f')}",

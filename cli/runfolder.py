@@ -77,8 +77,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             entry = json.loads(line)
         except ValueError:
             continue  # the last line of a run that was killed while it wrote
-        if isinstance(entry, dict) and "step" in entry:
-            steps[int(entry["step"])] = entry
+        if isinstance(entry, dict) and "train_step" in entry and "train/groups" in entry:
+            steps[int(entry["train_step"])] = entry
     return [steps[step] for step in sorted(steps)]
 
 

@@ -54,6 +54,8 @@ class Publisher:
         if self._open is not None:
             await self._resume()
         self._open = _Open(version, train_step, time.monotonic())
+        # On record before an engine can have it: a version whose publish was cut by a crash must never be used for other weights.
+        await asyncio.to_thread(self.buffer.record_publish, version, train_step)
         try:
             await self._hold()
         except EngineError:
@@ -79,8 +81,8 @@ class Publisher:
             raise
 
     async def end(self, version: int, path: str | None) -> int:
-        """Loads (disk) or seals (buckets) the new weights, verifies the version on every engine, puts it on record, and lets generation
-        go on. Returns the train step whose weights these are.
+        """Loads (disk) or seals (buckets) the new weights, verifies the version on every engine, and lets generation go on. Returns the
+        train step whose weights these are.
 
         Raises:
             SessionError: 409 where this publish is not the open one.
@@ -98,7 +100,6 @@ class Publisher:
                     "/end_weight_update", {"weight_version": str(version)}, timeout_s=self.deadline_s
                 )
             await self._verify(version)
-            await asyncio.to_thread(self.buffer.record_publish, version, current.train_step)
         finally:
             await self._resume()
         self.last_seconds = time.monotonic() - current.started

@@ -140,6 +140,9 @@ class RolloutService:
         deadline = time.monotonic() + wait_s
         since = self._trainer_waits[0] if self._trainer_waits else time.monotonic()
         self._trainer_waits = (since, n)
+        if claim_id is not None and (again := await asyncio.to_thread(self.buffer.reclaim, claim_id, owner, ttl_s)):
+            self._trainer_waits = None
+            return again  # the reply to this very claim was lost
         while True:
             stale = await asyncio.to_thread(
                 self.buffer.drop_older_than, self.plan.committed_step, self.settings.plan.staleness

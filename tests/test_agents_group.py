@@ -192,7 +192,7 @@ class TestFaults:
         host = Host()
         threads = EpisodeThreads(2)
         players = Players(Calculator, lambda handle: Hung() if index_of(handle) == 0 else oracle(handle))
-        episodes = run_group(assignment(), players, host, Limits(deadline_s=0.2), threads)
+        episodes = run_group(assignment(), players, host, Limits(deadline_s=3.0), threads)
         assert [episode.reward.value for episode in episodes] == [None, 1.0, 1.0, 1.0]
         assert "did not end" in (episodes[0].error or "")
         assert host.closed[0] == episodes[0]
@@ -221,6 +221,40 @@ class TestFaults:
         assert (episode.reward.value, host.closed) == (None, {})
         release.set()
         assert closed.wait(10)
+        assert host.closed == {0: episode}
+
+    def test_a_rollout_without_a_thread_still_completes_its_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(group_module, "GRACE_S", 0.01)
+        monkeypatch.setattr(group_module, "QUEUE_ROUNDS", 1)
+        threads, release = EpisodeThreads(1), threading.Event()
+
+        def hang() -> None:
+            release.wait(60)
+
+        threads.start(hang, "other", 1)
+        host = Host()
+        limits = Limits(deadline_s=0.05)
+        episodes = run_group(assignment(size=2), Players(Calculator, oracle), host, limits, threads)
+        release.set()
+        assert [episode.reward.value for episode in episodes] == [None, None]
+        assert "no free thread" in (episodes[0].error or "")
+        assert set(host.closed) == {0, 1}
+
+    def test_a_host_that_hangs_while_closing_is_not_waited_for_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(group_module, "GRACE_S", 0.2)
+        release, woken = threading.Event(), threading.Event()
+
+        class Slow(Host):
+            def close_session(self, handle: SessionHandle, episode: Episode) -> None:
+                release.wait(60)
+                super().close_session(handle, episode)
+                woken.set()
+
+        host = Slow()
+        (episode,) = run(host, limits=Limits(deadline_s=3.0), given=assignment(size=1))
+        assert (episode.reward.value, host.closed) == (1.0, {})
+        release.set()
+        assert woken.wait(10)
         assert host.closed == {0: episode}
 
 

@@ -92,14 +92,14 @@ class TestEnds:
         class Slow(Calculator):
             @tool(timeout_s=30)
             def calculator(self, expression: str) -> int:
-                passed.wait(0.3)
+                passed.wait(2.1)
                 return 42
 
         policy = Saying(always_calling)
-        episode = play(Slow(), policy, Limits(max_turns=5, deadline_s=0.2), task=TASK, seed=0)
+        episode = play(Slow(), policy, Limits(max_turns=5, deadline_s=2.0), task=TASK, seed=0)
         assert (episode.stop_reason, episode.truncated, episode.turns) == (StopReason.DEADLINE, True, 1)
         assert episode.reward.value == 0.5
-        assert 0 < policy.timeouts[0] <= 0.2
+        assert 0 < policy.timeouts[0] <= 2.0
 
     @pytest.mark.parametrize("reason", [StopReason.CONTEXT, StopReason.CANCELLED, StopReason.MAX_TOKENS])
     def test_a_policy_that_cannot_go_on_is_truncated_and_scored(self, reason: StopReason) -> None:

@@ -63,7 +63,8 @@ def test_a_claim_whose_reply_was_lost_can_be_repeated(buffer: EmbeddedBuffer) ->
     assert ids(buffer.claim(2, "t", 60, claim_id="x")) == ["a", "b"]
     assert ids(buffer.claim(2, "t", 60, claim_id="y")) == ["c", "d"]
     buffer.commit(1, "c1", ["a"], "t")
-    assert ids(buffer.claim(2, "t", 60, claim_id="x")) == ["b"]
+    assert ids(buffer.reclaim("x", "t", 60)) == ["b"]
+    assert buffer.reclaim("x", "other", 60) == buffer.reclaim("z", "t", 60) == []
 
 
 def test_a_trained_row_without_reward_and_a_row_twice_are_refused(buffer: EmbeddedBuffer) -> None:

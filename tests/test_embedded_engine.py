@@ -23,6 +23,7 @@ import pytest
 from tests.conformance.engine_suite import DEADLINE_S, LONG, EngineSuite, EngineUnderTest, reference, wait_until
 from tests.tiny import make_tiny_llama, make_tiny_moe
 
+pytestmark = pytest.mark.walk
 PAGE = 8
 WINDOW = 2048
 
@@ -30,9 +31,21 @@ WINDOW = 2048
 @contextmanager
 def process(folder: Path, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A served engine and its URL; it is gone at the end."""
-    command = [sys.executable, "-m", "palestra.server.embedded", "--model-path", str(folder), "--num-threads", "1", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "palestra.server.embedded",
+        "--model-path",
+        str(folder),
+        "--num-threads",
+        "1",
+        *flags,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    with log.open("w") as err, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=env) as child:
+    with (
+        log.open("w") as err,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=env) as child,
+    ):
         try:
             assert child.stdout is not None
             line = child.stdout.readline()  # ends with the process, if that dies first
@@ -54,8 +67,13 @@ def serve(family: str, tmp: Path) -> Iterator[EngineUnderTest]:
         yield EngineUnderTest(url, one, other, vocab, PAGE)
 
 
-class Embedded(EngineSuite):
-    """What the embedded engine does beyond the common suite."""
+class TestMoe(EngineSuite):
+    """The common suite, and what the embedded engine does beyond it."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+        yield from serve("moe", tmp_path_factory.mktemp("moe"))
 
     def test_a_fresh_engine_is_described(self, engine: EngineUnderTest) -> None:
         info = httpx2.get(f"{engine.url}/model_info").json()
@@ -108,7 +126,9 @@ class Embedded(EngineSuite):
             ("max_new_tokens", {"sampling_params": {"max_new_tokens": 0}}),
         ],
     )
-    def test_what_is_not_built_is_refused_by_name(self, engine: EngineUnderTest, field: str, body: dict[str, Any]) -> None:
+    def test_what_is_not_built_is_refused_by_name(
+        self, engine: EngineUnderTest, field: str, body: dict[str, Any]
+    ) -> None:
         answer = engine.post("/generate", **{"input_ids": [10, 11], **body})
         assert answer.status_code == 400
         assert field in answer.json()["message"]
@@ -202,7 +222,9 @@ class Embedded(EngineSuite):
 
     def test_a_client_that_has_gone_is_dropped(self, engine: EngineUnderTest) -> None:
         before = engine.metric("generation_tokens_total")
-        body = json.dumps({"input_ids": engine.prompt(35), "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}})
+        body = json.dumps(
+            {"input_ids": engine.prompt(35), "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
+        )
         address = urlsplit(engine.url)
         with socket.create_connection((address.hostname, address.port)) as client:
             client.sendall(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
@@ -215,33 +237,6 @@ class Embedded(EngineSuite):
         answer = engine.post("/generate", input_ids=[10], rid="twin")
         assert answer.status_code == 400
         assert "twin" in answer.text
-
-
-class TestLlama(Embedded):
-    @pytest.fixture(scope="class")
-    def engine(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-        yield from serve("llama", tmp_path_factory.mktemp("llama"))
-
-    def test_routed_experts_of_a_dense_model_are_refused(self, engine: EngineUnderTest) -> None:
-        answer = engine.post("/generate", input_ids=[10], return_routed_experts=True)
-        assert answer.status_code == 400
-        assert "experts" in answer.text
-
-    def test_tied_weights_must_agree(self, engine: EngineUnderTest) -> None:
-        import torch
-
-        tensors = stored(engine.folder)
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        body = {"load_format": "safetensors", "weight_version": "tied"}
-        engine.ask("/update_weights_from_tensor", serialized_named_tensors=[blob(tensors)], **body)
-        tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
-        assert engine.post("/update_weights_from_tensor", serialized_named_tensors=[blob(tensors)], **body).status_code == 400
-
-
-class TestMoe(Embedded):
-    @pytest.fixture(scope="class")
-    def engine(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-        yield from serve("moe", tmp_path_factory.mktemp("moe"))
 
     def test_routed_experts_are_the_routers(self, engine: EngineUnderTest) -> None:
         prompt = engine.prompt(40, 50)
@@ -261,6 +256,31 @@ class TestMoe(Embedded):
         found = experts(sampled.meta)
         assert found.shape == (50 + 400 - 1, 2, 2)
         assert (found == routed(engine.other, prompt + sampled.ids)).all()
+
+
+class TestLlama(EngineSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+        yield from serve("llama", tmp_path_factory.mktemp("llama"))
+
+    def test_routed_experts_of_a_dense_model_are_refused(self, engine: EngineUnderTest) -> None:
+        answer = engine.post("/generate", input_ids=[10], return_routed_experts=True)
+        assert answer.status_code == 400
+        assert "experts" in answer.text
+
+    def test_tied_weights_must_agree(self, engine: EngineUnderTest) -> None:
+        import torch
+
+        tensors = stored(engine.folder)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        body = {"load_format": "safetensors", "weight_version": "tied"}
+        engine.ask("/update_weights_from_tensor", serialized_named_tensors=[blob(tensors)], **body)
+        tensors["lm_head.weight"] = torch.zeros_like(tensors["lm_head.weight"])
+        assert (
+            engine.post("/update_weights_from_tensor", serialized_named_tensors=[blob(tensors)], **body).status_code
+            == 400
+        )
 
 
 def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
@@ -284,7 +304,9 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
                 httpx2.get(f"{url}/health")
 
 
-@pytest.mark.parametrize(("flags", "word"), [(["--model-path", "/nowhere"], "config.json"), (["--dtype", "int3"], "int3")])
+@pytest.mark.parametrize(
+    ("flags", "word"), [(["--model-path", "/nowhere"], "config.json"), (["--dtype", "int3"], "int3")]
+)
 def test_a_start_that_cannot_succeed_says_why(flags: list[str], word: str, tmp_path: Path) -> None:
     folder = make_tiny_llama(tmp_path / "m")
     command = [sys.executable, "-m", "palestra.server.embedded", "--model-path", str(folder), *flags]

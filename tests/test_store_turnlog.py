@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -222,6 +223,7 @@ async def test_close_makes_all_of_it_durable_and_ends(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="closed"):
         log.open_session(record("late"))
     await log.close()
+    assert sorted(os.listdir(tmp_path)) == ["turns.db", "turns.lock"], "all of it is in one file"
     reader = StoreReader(tmp_path)
     assert len(reader.read_sessions()) == 20
     reader.close()

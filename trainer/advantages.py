@@ -28,8 +28,8 @@ def group_advantages(rows: Sequence[TrainingSample], *, std_normalise: bool) -> 
     """
     rewards = _rewards(rows)
     groups: dict[str, list[float]] = {}
-    for (group, _), reward in rewards.items():
-        groups.setdefault(group, []).append(reward)
+    for (group, _), known in rewards.items():
+        groups.setdefault(group, []).append(known)
     baselines = {group: (float(np.mean(values)), _std(values)) for group, values in groups.items()}
     out: list[RowAdvantage | None] = []
     for row in rows:
@@ -43,6 +43,10 @@ def group_advantages(rows: Sequence[TrainingSample], *, std_normalise: bool) -> 
             value = value / std if std > 0 else 0.0
         out.append(RowAdvantage(row.rollout_id, row.branch, value, mean, std))
     return out
+
+
+ESTIMATORS = {"grpo": group_advantages}
+"""By the name that `algo.estimator` gives."""
 
 
 def _std(values: Sequence[float]) -> float:
@@ -61,5 +65,7 @@ def _rewards(rows: Sequence[TrainingSample]) -> dict[tuple[str, Rollout], float]
         if row.loss_mask[1:].any():
             trained.add(rollout)
     return {
-        (group, rollout): reward for rollout, (group, reward) in told.items() if reward is not None and rollout in trained
+        (group, rollout): reward
+        for rollout, (group, reward) in told.items()
+        if reward is not None and rollout in trained
     }

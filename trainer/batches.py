@@ -1,7 +1,8 @@
 """From rows with advantages to micro-batches with normalised weights. Pure; numpy only.
 
-The loss of an optimizer step is the mean over rollouts of the mean over their trained tokens: L = 1/N sum_i 1/M_i sum_rows sum_t m * l, where M_i
-counts the trained tokens of rollout i over all of its rows. Length and forks of a rollout therefore do not change its say.
+The loss of an optimizer step is the mean over rollouts of the mean over their trained tokens:
+L = 1/N sum_i 1/M_i sum_rows sum_t m * l, where M_i counts the trained tokens of rollout i over all of its rows.
+Length and forks of a rollout therefore do not change its say.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class Plan:
     """Rows without a trained token, or whose rollout has no reward."""
 
 
-def plan_updates(
-    samples: Sequence[TrainingSample], advantages: Sequence[RowAdvantage | None], updates: int
-) -> Plan:
+def plan_updates(samples: Sequence[TrainingSample], advantages: Sequence[RowAdvantage | None], updates: int) -> Plan:
     """Splits the batch's rollouts, each with all of its rows, over at most `updates` optimizer steps of about equal size.
 
     Rollouts keep their order, so siblings stay together and share their prompt in the same step.

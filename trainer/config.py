@@ -25,9 +25,34 @@ class TrainConfig(Section):
 
     table: ClassVar[str] = "train"
     not_built: ClassVar[frozenset[str]] = frozenset(
-        "tp pp vpp cp ep etp sp first_stage_layers last_stage_layers grad_dtype optimizer distributed_optimizer optimizer_offload recompute "
-        "micro_batch dynamic_batch per_token_loss aux_loss_coef z_loss_coef mtp_loss router_replay entropy critic deterministic "
-        "grouped_gemm mcore_version".split()
+        {
+            "tp",
+            "pp",
+            "vpp",
+            "cp",
+            "ep",
+            "etp",
+            "sp",
+            "first_stage_layers",
+            "last_stage_layers",
+            "grad_dtype",
+            "optimizer",
+            "distributed_optimizer",
+            "optimizer_offload",
+            "recompute",
+            "micro_batch",
+            "dynamic_batch",
+            "per_token_loss",
+            "aux_loss_coef",
+            "z_loss_coef",
+            "mtp_loss",
+            "router_replay",
+            "entropy",
+            "critic",
+            "deterministic",
+            "grouped_gemm",
+            "mcore_version",
+        }
     )
     dtype: str = "fp32"
     """What weights, gradients and moments are kept in."""
@@ -76,7 +101,18 @@ class AlgoConfig(GroupsConfig):
     """`[algo]`: groups and how they are sampled (inherited), and what is learned from them."""
 
     not_built: ClassVar[frozenset[str]] = GroupsConfig.not_built | frozenset(
-        "global_batch oversample max_prompt max_observation ratio_correction top_p top_k min_p frequency_penalty presence_penalty".split()
+        {
+            "global_batch",
+            "oversample",
+            "max_prompt",
+            "max_observation",
+            "ratio_correction",
+            "top_p",
+            "top_k",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+        }
     )
     estimator: str = "grpo"
     std_normalise: bool = True
@@ -98,7 +134,7 @@ class WeightsConfig(Section):
     """`[weights]`: how new weights reach the engines."""
 
     table: ClassVar[str] = "weights"
-    not_built: ClassVar[frozenset[str]] = frozenset("mode shared_dir local_dir t0_s delta_encoding".split())
+    not_built: ClassVar[frozenset[str]] = frozenset({"mode", "shared_dir", "local_dir", "t0_s", "delta_encoding"})
     transport: str = "disk"
     """`disk`: a Hugging Face folder in the run; `tensor`: safetensors bytes in the body of requests."""
     bucket_bytes: int = Field(512 * 2**20, ge=1)

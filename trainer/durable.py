@@ -29,14 +29,18 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def folder_aside(target: Path) -> Iterator[Path]:
-    """Gives an empty folder beside `target`; on success it is flushed and takes `target`'s place, on error it is removed."""
+def folder_aside(target: Path, *, flush: bool = True) -> Iterator[Path]:
+    """Gives an empty folder beside `target`; on success it is flushed and takes `target`'s place, on error it is removed.
+
+    `flush=False` is for what is of no use after a crash of the machine.
+    """
     aside = target.parent / f"{ASIDE}{target.name}-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         yield aside
-        sync_tree(aside)
+        if flush:
+            sync_tree(aside)
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)

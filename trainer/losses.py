@@ -52,9 +52,7 @@ class PolicyLoss:
         return loss, sums
 
     @staticmethod
-    def _sums(
-        logprobs: torch.Tensor, ratio: torch.Tensor, delta: torch.Tensor, on: torch.Tensor, batch: Batch
-    ) -> Sums:
+    def _sums(logprobs: torch.Tensor, ratio: torch.Tensor, delta: torch.Tensor, on: torch.Tensor, batch: Batch) -> Sums:
         engine = torch.where(on, (logprobs - batch["rollout_logprobs"]).abs(), 0.0)
         return {
             "tokens": on.sum(),

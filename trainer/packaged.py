@@ -52,7 +52,9 @@ def resolve_model(name: str, cache: Path) -> Path:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return _from_hub(name, cache)
     known = ", ".join(PACKAGED)
-    raise ModelError(f"no model {name!r}: no such folder, not a packaged model ({known}), and not a hub id such as org/name")
+    raise ModelError(
+        f"no model {name!r}: no such folder, not a packaged model ({known}), and not a hub id such as org/name"
+    )
 
 
 def validated(folder: Path) -> Path:
@@ -63,7 +65,9 @@ def validated(folder: Path) -> Path:
     """
     for needed in ("config.json", "*.safetensors", "tokenizer.json"):
         if not any(folder.glob(needed)):
-            raise ModelError(f"{folder} has no {needed}: a model folder needs config.json, *.safetensors and tokenizer.json")
+            raise ModelError(
+                f"{folder} has no {needed}: a model folder needs config.json, *.safetensors and tokenizer.json"
+            )
     return folder
 
 
@@ -118,7 +122,7 @@ def _from_hub(name: str, cache: Path) -> Path:
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         found = snapshot_download(name, cache_dir=cache / "hub", allow_patterns=patterns)
-    except Exception as error:  # noqa: BLE001 - the client raises errors of several HTTP libraries
+    except Exception as error:  # the client raises errors of several HTTP libraries
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelError(f"{name} cannot be fetched from the hub ({reason}); give a local folder instead") from error
     return validated(Path(found))

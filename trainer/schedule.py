@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 FLOOR = 0.1
 """What a cosine falls to, as a share of the full rate."""
@@ -19,3 +20,10 @@ def cosine(step: int, lr: float, warmup: int, total: int) -> float:
         return constant(step, lr, warmup)
     done = (step - warmup) / max(1, total - warmup)
     return lr * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+SCHEDULES: dict[str, Callable[[int, float, int, int], float]] = {
+    "constant": lambda step, lr, warmup, _total: constant(step, lr, warmup),
+    "cosine": cosine,
+}
+"""By the name that a configuration gives: (step, full rate, warm-up steps, total steps) -> rate."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from palestra.server.types import RenderedRow, TrajectoryGroup
+
 if TYPE_CHECKING:
     import torch
 
@@ -58,7 +60,9 @@ class MicroBatch:
 class Loss(Protocol):
     """A pure function of log p: differentiable in `logprobs`, sums weights * l over one micro-batch."""
 
-    def __call__(self, logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`logprobs` [B, S] of each token at its row's temperature (0 at position 0), `batch` the MicroBatch's arrays by field name.
         Returns the loss to be added up, and sums for the metrics (added up over micro-batches; `max_*` keys take the maximum)."""
 
@@ -94,8 +98,8 @@ class Backend(Protocol):
         """Clips, applies and clears the gradients at learning rate `lr`."""
 
     def logprobs(self, batches: Sequence[MicroBatch], *, reference: bool = False) -> list[F32]:
-        """[B, S] log p of each token per micro-batch (0 at position 0 and on padding), without gradients. `reference`: of the weights
-        that `freeze_reference` kept."""
+        """[B, S] log p of each token whose weight is not 0, per micro-batch, and 0 elsewhere (always at position 0); without gradients.
+        `reference`: of the weights that `freeze_reference` kept."""
 
     def freeze_reference(self) -> None:
         """Keeps a copy of the present weights as the reference of the KL penalty."""
@@ -126,6 +130,49 @@ class RowAdvantage:
     value: float
     baseline: float
     std: float
+
+
+class RolloutService(Protocol):
+    """The service as the trainer sees it. `renew` is called from a second thread while the first one trains."""
+
+    def restore(self, *, train_step: int, checkpoint_id: str | None, policy_version: int) -> int:
+        """Tells from where the run goes on: groups committed after that checkpoint are ready again, those of the abandoned lineage are
+        discarded. Returns the next policy version to publish: the highest published + 1, or 0 in a fresh run."""
+
+    def claim(self, n: int, owner: str, ttl_s: float, deadline_s: float) -> list[TrajectoryGroup]:
+        """Blocks until `n` groups are ready, and leases them; fewer only where the source of tasks is exhausted.
+
+        Raises:
+            TimeoutError: not within `deadline_s` seconds; names who it waits for. Nothing was leased.
+        """
+
+    def renew(self, group_ids: Sequence[str], owner: str, ttl_s: float) -> int:
+        """Extends leases; returns how many `owner` still holds."""
+
+    def commit(self, step: int, checkpoint_id: str, group_ids: Sequence[str], owner: str) -> int:
+        """Marks groups as trained in `step`, all or none; repeating it does no harm.
+
+        Raises:
+            LeaseLost: `owner` no longer holds all of them.
+        """
+
+    def release(self, group_ids: Sequence[str], owner: str) -> int:
+        """Gives leased groups back unread."""
+
+    def publish_begin(self, version: int, train_step: int) -> None:
+        """Pauses what must be paused before weights change."""
+
+    def publish_bucket(self, blob: bytes) -> None:
+        """Safetensors bytes with some of the weights."""
+
+    def publish_end(self, version: int, path: str | None) -> None:
+        """Loads the folder at `path`, or completes the buckets; returns when the engines have the new version."""
+
+    def render(self, transcripts: Sequence[Mapping[str, Any]]) -> list[RenderedRow]:
+        """Token rows of {"messages": [...], "tools": [...]} transcripts, in their order."""
+
+    def step_metrics(self) -> dict[str, float]:
+        """Metrics of the rollout side since the last call."""
 
 
 StepRecord = dict[str, Any]

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,7 @@ def _die_with_parent() -> None:
         raise SystemExit("the supervisor is gone")
 
 
-def wait_until(deadline_s: float, what: str, check: Any) -> None:
-    """Polls `check` until it is true.
-
-    Raises:
-        TimeoutError: it was not within `deadline_s`.
-    """
-    deadline = time.monotonic() + deadline_s
-    while not check():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {deadline_s:.0f} s")
-        time.sleep(0.05)
+def on_stop(callback: Callable[[], None]) -> None:
+    """Calls `callback` on SIGTERM; SIGINT is the supervisor's business."""
+    signal.signal(signal.SIGTERM, lambda *_: callback())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -6,16 +6,14 @@ It reaches the model by the gateway's URL only. It waits for work with bounded l
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
-from collections.abc import Callable
 
 from palestra.agents.chat import ChatPolicy
 from palestra.agents.group import EpisodeThreads, Players, run_group
 from palestra.agents.types import GroupAssignment
-from palestra.cli.roles.context import RoleContext
-from palestra.envs.registry import make_env
+from palestra.cli.roles.context import RoleContext, on_stop
+from palestra.envs.registry import make_env, open_tasks
 from palestra.server.client import ServiceClient, ServiceError
 from palestra.server.health import HealthListener
 
@@ -37,12 +35,8 @@ class Worker:
 
     def register(self) -> None:
         """Tells the service how many tasks there are, unless the service read them from a file itself."""
-        env = make_env(self.config.env.id, self.config.env.args)
-        try:
-            if self.config.env.tasks is None:
-                self.client.register_worker(len(env.unwrapped.tasks))
-        finally:
-            env.close()
+        if self.config.env.tasks is None:
+            self.client.register_worker(len(open_tasks(self.config.env.id, self.config.env.args)))
 
     def run(self) -> None:
         """Takes work while there is room for another group.
@@ -97,8 +91,3 @@ def main(context: RoleContext) -> int:
         worker.run()
     return 0
 
-
-def on_stop(callback: Callable[[], None]) -> None:
-    """Calls `callback` on SIGTERM; SIGINT is the supervisor's business."""
-    signal.signal(signal.SIGTERM, lambda *_: callback())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -115,18 +115,21 @@ class EmbeddedBuffer:
         With a `claim_id`, a claim that is repeated because its reply was lost gives the same groups, those still held.
         A group whose bytes are damaged is dropped as such, and the next one takes its place.
         """
+        if claim_id is not None and (before := self.reclaim(claim_id, owner, ttl_s)):
+            return before
         taken: list[TrajectoryGroup] = []
         now = self._clock()
-        if claim_id is not None:
-            taken = self._read(self._take(_CLAIMED_BEFORE, (now + ttl_s, owner, claim_id)))
-            if taken:
-                return taken
         while len(taken) < n:
             rows = self._take(_CLAIM, (owner, claim_id, now + ttl_s, now, n - len(taken)))
             if not rows:
                 break
             taken += self._read(rows)
         return taken
+
+    def reclaim(self, claim_id: str, owner: str, ttl_s: float) -> list[TrajectoryGroup]:
+        """What `owner` still holds of an earlier claim, its leases extended: the answer to a claim that is repeated because
+        its reply was lost. Empty where there was no such claim."""
+        return self._read(self._take(_CLAIMED_BEFORE, (self._clock() + ttl_s, owner, claim_id)))
 
     def renew(self, group_ids: Sequence[str], owner: str, ttl_s: float) -> int:
         """Extends leases; returns how many `owner` still holds. A lease that ran out is lost once another owner took

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
-from palestra.server.embedded.types import EngineOptions
+from palestra.server.embedded.types import EngineOptions, ModelRefused
 
 
 def run(options: EngineOptions, on_ready: Callable[[str], None]) -> None:
@@ -18,6 +19,8 @@ def run(options: EngineOptions, on_ready: Callable[[str], None]) -> None:
         ModelRefused: the model folder cannot be served.
         OSError: the address cannot be bound.
     """
+    if not (Path(options.model_path) / "config.json").is_file():
+        raise ModelRefused(f"{options.model_path} is no Hugging Face model folder: there is no config.json in it")
     # OpenMP's threads spin while they wait: with a busy neighbour on the same cores that makes a step tens of times
     # slower. The variable is read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -41,6 +41,9 @@ class EngineDied(EmbeddedError):
     status = 500
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How one engine process is set up. 0 means: derive it from the model."""
@@ -51,7 +54,7 @@ class EngineOptions:
     port: int = 0
     """0 takes a free one."""
     dtype: str = "float32"
-    """float32 or bfloat16."""
+    """One of DTYPES."""
     num_threads: int = 0
     """torch's threads; 0: torch's own choice."""
     context_length: int = 0
@@ -68,6 +71,8 @@ class EngineOptions:
     """Test option: requests may carry `forced_ids`."""
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is not built: choose one of {', '.join(DTYPES)}")
         for name, least in (
             ("max_running", 1),
             ("page_size", 1),

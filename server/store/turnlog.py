@@ -29,7 +29,7 @@ from palestra.server.types import GroupState, SessionError, Turn
 
 _APPEND = (
     f"insert into turns (session, {COLUMNS}) select id, {', '.join('?' * len(COLUMNS.split(',')))} "
-    "from sessions where rollout_id = ? and attempt = ? and state = 'open'"
+    "from sessions where rollout_id = ? and attempt = ? and (state = 'open' or ?)"
 )
 
 
@@ -58,8 +58,8 @@ class TurnLog:
 
     async def close(self) -> None:
         """Waits until everything submitted is durable, then lets go of the files."""
+        self.reader.close()  # first: the last connection folds the write-ahead log into the file, and a reader cannot
         await self._commit.close()
-        self.reader.close()
         self._lock.release()
 
     def open_session(self, record: SessionRecord) -> asyncio.Future[None]:
@@ -89,7 +89,8 @@ class TurnLog:
         return self._commit.submit(write)
 
     def append_turn(self, rollout_id: str, attempt: int, turn: Turn) -> asyncio.Future[None]:
-        """Stores one turn. The future raises SessionError where the session is not open or has a turn of that index.
+        """Stores one turn. The future raises SessionError where the session has a turn of that index, or is not open: an ended session
+        only takes turns that were not delivered, so that their tokens are accounted for.
 
         Raises:
             SampleError: at once, where ids, logprobs and version spans do not fit each other.
@@ -97,7 +98,7 @@ class TurnLog:
         check_turn(turn)
         check_text(turn.finish_reason, turn.fork_reason)
         key, at = (rollout_id, attempt), self._clock()
-        values = (*turn_values(turn, at), rollout_id, attempt)
+        values = (*turn_values(turn, at), rollout_id, attempt, int(not turn.delivered))
 
         def write(db: sqlite3.Connection) -> None:
             try:

@@ -1,7 +1,7 @@
 """What any engine behind SGLang's native HTTP surface must do: run against a served model, with transformers' full forward as the judge.
 
-A test module derives a class from `EngineSuite` and gives it an `engine` fixture. Needs two weight folders of one architecture, a context window
-of at least 2048 tokens, and that nobody else uses the engine.
+A test module derives a class from `EngineSuite` and gives it an `engine` fixture. Needs two weight folders of one
+architecture, a context window of at least 2048 tokens, and that nobody else uses the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx2
 import pytest
 
 DEADLINE_S = 60.0
-LONG = 1500
+LONG = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,15 @@ class EngineUnderTest:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
-    def generate(self, prompt: list[int], *, rid: str = "", more: dict[str, Any] | None = None, **params: Any) -> Sampled:
+    def generate(
+        self, prompt: list[int], *, rid: str = "", more: dict[str, Any] | None = None, **params: Any
+    ) -> Sampled:
         """One completion; `params` are sampling parameters, `more` further fields of the body."""
         params = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True, **params}
         extra = {"rid": rid} if rid else {}
-        body = self.ask("/generate", input_ids=prompt, return_logprob=True, sampling_params=params, **extra, **(more or {}))
+        body = self.ask(
+            "/generate", input_ids=prompt, return_logprob=True, sampling_params=params, **extra, **(more or {})
+        )
         return Sampled(prompt, body)
 
     def metric(self, name: str) -> float:
@@ -235,7 +239,9 @@ class EngineSuite:
         assert [version for version, _, _ in sampled.spans] == [self.base, "other"]
         swap = sampled.spans[1][1]
         assert sampled.gap(engine.folder, end=swap) < engine.tolerance
-        assert sampled.gap(engine.other, start=swap) > 10 * engine.tolerance, "old keys and values were expected to stay"
+        assert sampled.gap(engine.other, start=swap) > 10 * engine.tolerance, (
+            "old keys and values were expected to stay"
+        )
 
     def test_new_weights_never_see_old_cache(self, engine: EngineUnderTest) -> None:
         prompt = engine.prompt(12, 64)

@@ -36,6 +36,8 @@ class BackendSettings:
     """How the model is computed and updated."""
 
     optim: OptimSettings = field(default_factory=OptimSettings)
+    dtype: str = "fp32"
+    """Of weights, gradients and moments."""
     logprob_chunk: int = 0
     """Predictions whose logits exist at a time; 0: all of a micro-batch."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +48,8 @@ class MegatronBackend:
     """A policy with its optimizer. Build it with `from_folder`."""
 
     def __init__(self, arch: Architecture, settings: BackendSettings) -> None:
+        if settings.dtype != "fp32":
+            raise TrainerError(f"not built: train.dtype = {settings.dtype!r}; use 'fp32'")
         ensure_process_group()
         self.arch, self._settings, self._device = arch, settings, device()
         config = transformer_config(arch, settings.megatron)
@@ -162,7 +166,7 @@ class MegatronBackend:
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer state and the reference, if there is one, into an empty folder, durably."""
-        names = {parameter: name for name, parameter in self._parameters().items()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._parameters().items()}
         steps, moments = self._optimizer.state(names)
         files: dict[str, state.Tensors] = {state.MODEL: self._parameters()}
         if moments:
@@ -197,7 +201,9 @@ class MegatronBackend:
         yield from convert.export(self._parameters(), self.arch)
 
 
-def _loss_of(loss: Loss, logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def _loss_of(
+    loss: Loss, logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Megatron's triple: what is differentiated, a token count that nothing divides by, and what is kept."""
     value, metrics = loss(logprobs, batch)
     kept = (float(value.detach()), {name: float(metric.detach()) for name, metric in metrics.items()})

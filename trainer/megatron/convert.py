@@ -78,7 +78,10 @@ def split(arch: Architecture, piece: Piece, tensor: torch.Tensor) -> list[tuple[
     else:
         per = arch.heads // arch.kv_heads
         grouped = tensor.view(arch.kv_heads, per + 2, arch.head_dim, arch.hidden)
-        parts = [part.reshape(-1, arch.hidden) for part in grouped.split((per, 1, 1), dim=1)]
+        parts = [
+            part.reshape(-1, arch.hidden)
+            for part in (grouped[:, :per], grouped[:, per : per + 1], grouped[:, per + 1 :])
+        ]
     return [(name, part.contiguous()) for name, part in zip(piece.names, parts, strict=True)]
 
 
@@ -98,7 +101,9 @@ def load(targets: Mapping[str, torch.Tensor], arch: Architecture, read: Callable
             except RuntimeError as error:
                 raise ModelError(f"{', '.join(piece.names)} do not fit config.json: {error}") from None
             if value.shape != target.shape:
-                raise ModelError(f"{piece.names[0]} is {tuple(value.shape)}, config.json asks for {tuple(target.shape)}")
+                raise ModelError(
+                    f"{piece.names[0]} is {tuple(value.shape)}, config.json asks for {tuple(target.shape)}"
+                )
             target.copy_(value)
     if left:
         raise ModelError(f"parameters without a source in the checkpoint: {', '.join(sorted(left))}")

@@ -66,7 +66,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     names = config.get("architectures") or []
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
-        raise ModelError(f"architecture {', '.join(names) or config.get('model_type')!r} is not supported; known: {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"architecture {', '.join(names) or config.get('model_type')} is not supported; known: {', '.join(FAMILIES)}"
+        )
     _refuse(config, family)
     moe = family == "qwen3_moe"
     try:

@@ -61,7 +61,13 @@ def transformer_config(arch: Architecture, passthrough: Mapping[str, Any]) -> Tr
             "moe_token_dispatcher_type": "alltoall",
         }
     # Fusions need kernels that only CUDA has; a run may ask for them again.
-    off = ("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "persist_layer_norm")
+    off = (
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "persist_layer_norm",
+    )
     defaults = {**dict.fromkeys(off, False), "gradient_accumulation_fusion": False, "moe_router_dtype": "fp32"}
     try:
         with warnings.catch_warnings():
@@ -116,8 +122,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         states = self.hidden(token_ids, positions, visible)[predictors] / temperature[:, None]
         if not chunk or len(targets) <= chunk:
             return self._logprob(states, targets)
-        parts = zip(states.split(chunk), targets.split(chunk), strict=True)
-        return torch.cat([checkpoint(self._logprob, *part, use_reentrant=False) for part in parts])
+        parts = [slice(start, start + chunk) for start in range(0, len(targets), chunk)]
+        return torch.cat([checkpoint(self._logprob, states[at], targets[at], use_reentrant=False) for at in parts])
 
     def _logprob(self, states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return -F.cross_entropy(self.logits(states).float(), targets, reduction="none")

@@ -79,7 +79,7 @@ class Optimizer:
         for inner in self._inner:
             inner.state.clear()
 
-    def state(self, names: dict[torch.nn.Parameter, str]) -> tuple[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    def state(self, names: dict[torch.Tensor, str]) -> tuple[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
         """Steps taken, and both moments by parameter name; nothing before the first step."""
         steps, moments = 0, {}
         for inner in self._inner:

@@ -15,7 +15,10 @@ from typing import Any
 
 from palestra.trainer.types import TrainerError
 
-SOURCES = (("model_parallel_config.py", "ModelParallelConfig"), ("transformer/transformer_config.py", "TransformerConfig"))
+SOURCES = (
+    ("model_parallel_config.py", "ModelParallelConfig"),
+    ("transformer/transformer_config.py", "TransformerConfig"),
+)
 """Files under megatron/core and the dataclass that each contributes."""
 
 FROM_MODEL = "it comes from the model's config.json"

@@ -21,7 +21,8 @@ def ensure_process_group(seed: int = 1234) -> None:
         if ON_CPU:
             # gloo would look up the host's name to choose an interface, which fails on machines that cannot resolve themselves.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo" if ON_CPU else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo" if ON_CPU else "nccl", store=store, rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(seed)

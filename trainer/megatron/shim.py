@@ -78,7 +78,7 @@ def _no_compiler() -> None:
     """Megatron fuses small functions with torch.compile, which would start a C++ compiler in the middle of a first step."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.config.disable = True  # type: ignore[attr-defined]
+        dynamo.config.disable = True
 
 
 def _repair_megatron() -> None:
@@ -87,7 +87,9 @@ def _repair_megatron() -> None:
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # without TransformerEngine the name is undefined, and every router raises NameError
+        moe_utils.te_general_gemm = (
+            None  # without TransformerEngine the name is undefined, and every router raises NameError
+        )
     if not ACTIVE:
         return
     tp_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()

@@ -33,10 +33,18 @@ MODEL, FIRST, SECOND, REFERENCE, ABOUT = (
 
 
 def write(folder: Path, arch: Architecture, files: Mapping[str, Tensors], steps: int) -> None:
-    """Writes each file's tensors and what they are of."""
+    """Writes each file's tensors and what they are of.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensors in files.items():
-        save_file({key: value.cpu() for key, value in convert.export(tensors, arch)}, str(folder / name), {"format": "pt"})
+        named = {key: value.cpu() for key, value in convert.export(tensors, arch)}
+        try:
+            save_file(named, str(folder / name), {"format": "pt"})
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise CheckpointError(f"{folder / name} could not be written: {error}") from error
         sync_file(folder / name)
     about = {"format": 1, "architecture": dataclasses.asdict(arch), "optimizer_steps": steps, "files": sorted(files)}
     (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
