@@ -27,6 +27,8 @@ class Progress:
         self.folder, self.steps, self.console = folder, steps, console
         self._shown = {entry["train_step"] for entry in read_metrics(folder)}
         self._status = console.status("starting") if console.is_terminal else None
+        self._seen = -1
+        """Size of the metrics file when it was read last."""
         self._told = ("", 0.0)
         self._last = time.monotonic()
         self._durations: list[float] = []
@@ -56,6 +58,11 @@ class Progress:
 
     def update(self) -> None:
         """Prints the steps that are new."""
+        path = self.folder / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        if size == self._seen:
+            return
+        self._seen = size
         for entry in read_metrics(self.folder):
             if entry["train_step"] in self._shown:
                 continue

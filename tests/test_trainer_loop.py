@@ -39,7 +39,9 @@ class FakeService:
     def __init__(self, model: Path | None = None, tasks: int = 10**6) -> None:
         self.engine = MegatronBackend.from_folder(model) if model else None
         self.tasks = tasks
-        self.version = self.highest = self.made = 0
+        self.version, self.highest, self.made = 0, -1, 0
+        self.open = False
+        """Whether weights were published since the last restore; nothing is played before."""
         self.published: list[tuple[int, str | None]] = []
         self.blobs: list[bytes] = []
         self.groups: dict[str, TrajectoryGroup] = {}
@@ -51,15 +53,18 @@ class FakeService:
 
     def restore(self, *, train_step: int, checkpoint_id: str | None, policy_version: int) -> int:
         self.restored.append((train_step, checkpoint_id))
+        self.open = False
         for group, (state, detail) in self.state.items():
             if state == "claimed" or (state == "committed" and detail > train_step):
                 self.state[group] = ("ready", None)
             if self.state[group][0] == "ready" and self.groups[group].max_version > policy_version:
                 self.state[group] = ("discarded", "abandoned")
-        return self.highest + 1 if self.published else 0
+        return self.highest + 1
 
     def claim(self, n: int, owner: str, ttl_s: float, deadline_s: float) -> list[TrajectoryGroup]:
         self.before("claim")
+        if not self.open:
+            raise TimeoutError("workers wait for the trainer's first publish")
         while self.made < self.tasks and sum(state == "ready" for state, _ in self.state.values()) < n:
             group = self._play(self.made)
             self.made += 1
@@ -101,6 +106,7 @@ class FakeService:
             assert path is not None
             self.engine = MegatronBackend.from_folder(Path(path))
         self.version = self.highest = version
+        self.open = True
         self.published.append((version, path))
         self.before("published")
 
@@ -236,7 +242,7 @@ def test_a_run_from_start_to_end(model: Path, tmp_path: Path) -> None:
     service = FakeService(model)
     backend = run(settings_for(model), service, tmp_path)
     check_books(service, backend, 5)
-    assert [version for version, _ in service.published] == [1, 2, 3, 4, 5]
+    assert [version for version, _ in service.published] == [0, 1, 2, 3, 4, 5]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_4", "step_5"]
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v5"]
     told = records(tmp_path)
@@ -261,7 +267,7 @@ def test_a_run_from_start_to_end(model: Path, tmp_path: Path) -> None:
 
 def test_the_policy_learns_what_is_rewarded(model: Path, tmp_path: Path) -> None:
     service = FakeService(model)
-    before = service.groups | {f"g{i}": service._play(i) for i in range(10)}
+    before = {f"g{i}": service._play(i) for i in range(10)}
     backend = run(settings_for(model, steps=10), service, tmp_path)
 
     def gain(group: TrajectoryGroup) -> float:
@@ -284,8 +290,9 @@ POINTS = ["claimed", "optim", "save", "commit", "committed", "publish", "publish
 def test_killed_anywhere_each_group_is_trained_once(model: Path, tmp_path: Path, point: str, step: int) -> None:
     """Step 4 makes a checkpoint, 1 does not."""
     service, counts = FakeService(model), Counter[str]()
-    offset = 1 if point == "save" else 0  # the first save is step_0's
-    at = (2 + offset if step == 4 else 1 + offset) if point == "save" else step
+    at = step + 1 if point.startswith("publish") else step  # the first publish and the first save are of step 0
+    if point == "save":
+        at = 3 if step == 4 else 2
 
     def kill(here: str) -> None:
         counts[here] += 1
@@ -349,7 +356,7 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(model: Path, tmp_pa
 
 def test_stop_finishes_the_step_and_saves(model: Path, tmp_path: Path) -> None:
     service = FakeService(model)
-    run(settings_for(model, save_every=100), service, tmp_path, stop=lambda: len(service.published) >= 3)
+    run(settings_for(model, save_every=100), service, tmp_path, stop=lambda: len(service.published) >= 4)
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     check_books(service, run(settings_for(model), service, tmp_path), 5)
 
@@ -480,6 +487,6 @@ def test_tensor_transport(model: Path, tmp_path: Path) -> None:
         service.groups[f"g{index}"], service.state[f"g{index}"] = source._play(index), ("ready", None)
     settings = settings_for(model, steps=1, weights=WeightsConfig(transport="tensor"), train=TrainConfig(threads=1))
     run(settings, service, tmp_path)
-    assert service.published == [(1, None)]
-    assert len(service.blobs) == 1
+    assert [version for version, _ in service.published] == [0, 1]
+    assert len(service.blobs) == 2
     assert not (tmp_path / "weights").exists()

@@ -93,13 +93,10 @@ class Trainer:
             return False
         if self._config.algo.kl_coef:
             self._backend.freeze_reference()
-        # Engines start with the model's own weights as version 0. A warm start makes ours differ; so may engines that
-        # have already seen versions (a run whose checkpoints were removed).
-        differ = sft is not None or following > 0
-        self._version = max(1, following) if differ else 0
+        # Version 0 is always the model's own weights, which a restarted engine has again; a warm start makes ours differ.
+        self._version = following if sft is None else max(1, following)
         self._save(())
-        if differ:
-            self._publisher.publish(self._backend, self._version, 0)
+        self._publisher.publish(self._backend, self._version, 0)
         return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -114,8 +111,8 @@ class Trainer:
                 self._service.commit(meta.train_step, checkpoint.id, meta.group_ids, self._config.owner)
             except LeaseLost:
                 self._trained = set(meta.group_ids)  # they are somewhere in the queue again; see _claim
-        # Versions are never used twice, and version 0 is always the model's own weights.
-        self._version = meta.policy_version
+        # Versions are never used twice; 0 stays the model's own weights.
+        self._version = max(1, following, meta.policy_version)
         self._publisher.publish(self._backend, self._version, self._step)
 
     def _claim(self) -> list[TrajectoryGroup]:

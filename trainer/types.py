@@ -137,7 +137,8 @@ class RolloutService(Protocol):
 
     def restore(self, *, train_step: int, checkpoint_id: str | None, policy_version: int) -> int:
         """Tells from where the run goes on: groups committed after that checkpoint are ready again, those of the abandoned lineage are
-        discarded. Returns the next policy version to publish: the highest published + 1, or 0 in a fresh run."""
+        discarded. Rollouts start with the next publish. Returns its policy version: the highest published + 1, or 0 in a
+        fresh run."""
 
     def claim(self, n: int, owner: str, ttl_s: float, deadline_s: float) -> list[TrajectoryGroup]:
         """Blocks until `n` groups are ready, and leases them; fewer only where the source of tasks is exhausted.

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
     except (ModelRefused, OSError) as fault:
         print(fault, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # uvicorn raises SIGINT once more when it has shut down
+        return 130
     return 0
 
 

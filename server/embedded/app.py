@@ -125,8 +125,8 @@ class Api:
     async def update_from_disk(self, request: Request) -> Response:
         """POST /update_weights_from_disk."""
         body = await _read(request, wire.DiskBody)
-        await self._engine.update_from_folder(body.model_path, body.weight_version)
-        self._model_path = body.model_path
+        if await self._engine.update_from_folder(body.model_path, body.weight_version):
+            self._model_path = body.model_path
         return self._updated()
 
     async def update_from_tensor(self, request: Request) -> Response:

@@ -139,13 +139,13 @@ class Engine:
         async with self._between_steps():
             self._staged, self._staged_version = {}, None
 
-    async def update_from_folder(self, folder: str, version: str | None) -> None:
-        """All weights from a Hugging Face folder, at once or, within an open update, at its end.
+    async def update_from_folder(self, folder: str, version: str | None) -> bool:
+        """All weights from a Hugging Face folder, at once (True) or, within an open update, at its end (False).
 
         Raises:
             WeightsRefused: they cannot be read or do not fit; nothing was changed.
         """
-        await self._update(functools.partial(read_folder, folder), version, complete=True)
+        return await self._update(functools.partial(read_folder, folder), version, complete=True)
 
     async def update_from_blobs(self, blobs: list[str], version: str | None) -> None:
         """Some weights by value: collected within an open update, otherwise put in at once.
@@ -169,14 +169,15 @@ class Engine:
 
     async def _update(
         self, read: Callable[[], dict[str, torch.Tensor]], version: str | None, *, complete: bool
-    ) -> None:
+    ) -> bool:
         async with self._between_steps():
             tensors = await self._in_thread(read)
             if self._staged is None:
                 await self._load(tensors, version, complete=complete)
-            else:
-                self._staged.update(tensors)
-                self._staged_version = version or self._staged_version
+                return True
+            self._staged.update(tensors)
+            self._staged_version = version or self._staged_version
+            return False
 
     async def _load(self, tensors: dict[str, torch.Tensor], version: str | None, *, complete: bool) -> None:
         """Without a pause, running requests are retracted first: frozen ones keep their cache on the caller's wish only."""

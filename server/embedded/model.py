@@ -113,7 +113,9 @@ def load_model(folder: str, dtype: str) -> SlotModel:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as fault:

@@ -18,6 +18,7 @@ def run(options: EngineOptions, on_ready: Callable[[str], None]) -> None:
     Raises:
         ModelRefused: the model folder cannot be served.
         OSError: the address cannot be bound.
+        KeyboardInterrupt: SIGINT ended it, after an orderly end. (SIGTERM ends the process itself after one.)
     """
     if not (Path(options.model_path) / "config.json").is_file():
         raise ModelRefused(f"{options.model_path} is no Hugging Face model folder: there is no config.json in it")

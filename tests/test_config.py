@@ -1,0 +1,133 @@
+"""The run's configuration: every wrong input has one clear line, and no field is without effect."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+
+from palestra.cli.config import ConfigError, RunConfig, check_config, dump_toml, load_config
+from palestra.envs.config import Section
+
+ROOT = Path(__file__).resolve().parent.parent
+MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calculator-v0"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"optim": {"learning_rate": 1}}, "unknown field optim.learning_rate"),
+        ({"algo": {"groupsize": 4}}, "did you mean group_size?"),
+        ({"algoo": {}}, "did you mean algo?"),
+        ({"train": {"tp": 2}}, "not built: train.tp"),
+        ({"rollout": {"pd": {}}}, "not built: rollout.pd"),
+        ({"sglang": {"x": 1}}, "not built: .*sglang"),
+        ({"algo": {"estimator": "ppo"}}, "not built: algo.estimator"),
+        ({"algo": {"group_size": 0}}, "algo.group_size.*greater than or equal to 1.*got 0"),
+        ({"schedule": {"kind": "async"}}, "schedule.max_staleness must be given"),
+        ({"schedule": {"max_staleness": 3}}, "schedule.max_staleness is 0"),
+        ({"schedule": {"deadline_s": float("inf")}}, "schedule.deadline_s"),
+        ({"agent": {"kind": "command"}}, "not built: agent.kind"),
+        ({"run": {"name": "../x"}}, "run.name"),
+    ],
+)
+def test_wrong_configurations_say_what_is_wrong(tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_config({**MINIMAL, **tables}, "run.toml")
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config({"env": {"id": "x", "idd": 1}, "optim": {"lr": -1}}, "run.toml")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nope\.toml: cannot be read"):
+        load_config(tmp_path / "nope.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[model\n")
+    with pytest.raises(ConfigError, match="not valid TOML.*line 1"):
+        load_config(broken)
+
+
+def test_overrides_and_the_resolved_file_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "m"\n[env]\nid = "e"\nargs = { levels = [1, 2], prompt = "plain" }\n')
+    config = load_config(path, ["--optim.lr=2e-5", "--model.path=other", "--run.steps=3", "--optim.betas=[0.8, 0.9]"])
+    assert (config.optim.lr, config.model.path, config.run.steps, config.optim.betas) == (2e-5, "other", 3, (0.8, 0.9))
+    path.write_text(dump_toml(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("override", ["--lr=1", "--optim.lr", "--model.path.x=1"])
+def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(dump_toml(check_config(MINIMAL, "x")))
+    with pytest.raises(ConfigError):
+        load_config(path, [override])
+
+
+def sections(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Section], str, FieldInfo]]:
+    """(path, section, name, field) of every leaf of the configuration."""
+    for name, field in model.model_fields.items():
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        inner = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+        if inner is None:
+            yield f"{prefix}{name}", model, name, field
+        else:
+            yield from sections(inner, f"{name}.")
+
+
+def consumed_names() -> set[str]:
+    """Every attribute that some module reads, the modules that declare configuration aside."""
+    names: set[str] = set()
+    for folder in ("envs", "agents", "server", "trainer", "cli"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name == "config.py" and folder != "cli":
+                continue
+            tree = ast.parse(path.read_text())
+            reads = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load))
+            names |= {node.attr for node in reads}
+    return names
+
+
+# Read inside their own section, by a property or validator of the name that is given.
+READ_INSIDE = {
+    "schedule.kind": "staleness",
+    "schedule.max_staleness": "staleness",
+    "algo.max_turns": "limits",
+    "algo.episode_deadline_s": "limits",
+    "algo.temperature": "sampling",
+    "algo.max_response": "sampling",
+}
+# One value only: every other is refused by name, so there is nothing to consume.
+SINGLE = {"rollout.engine", "agent.kind", "algo.estimator", "optim.schedule", "version"}
+
+
+def test_every_field_has_a_consumer_or_a_refusal() -> None:
+    consumed = consumed_names()
+    idle = [
+        path
+        for path, _, name, _ in sections()
+        if path not in SINGLE and READ_INSIDE.get(path, name) not in consumed
+    ]
+    assert idle == []
+
+
+@pytest.mark.parametrize("path", sorted(SINGLE))
+def test_fields_of_one_value_refuse_every_other(path: str) -> None:
+    table, _, name = path.rpartition(".")
+    values: dict[str, Any] = {**MINIMAL, table: {name: "something else"}} if table else {**MINIMAL, name: 7}
+    with pytest.raises(ConfigError):
+        check_config(values, "x")
+
+
+def test_what_is_not_built_is_not_also_a_field() -> None:
+    seen = {section for _, section, _, _ in sections()} | {RunConfig}
+    for section in seen:
+        assert not section.not_built & section.model_fields.keys(), section
