@@ -21,7 +21,7 @@ imports:
 	$(BIN)/lint-imports
 
 unit:
-	$(BIN)/python -m pytest -q -m "not walk and not ci and not full"
+	$(BIN)/python -m pytest -q -n 2 -m "not walk and not ci and not full"
 
 full:
 	./test.sh --full

@@ -81,16 +81,16 @@ def run_group(
     limits: Limits,
     threads: EpisodeThreads,
 ) -> list[Episode]:
-    """Plays the group; all rollouts have the same task and seed. Blocks until each has ended, or is given up after its
+    """Plays the group, or the rollouts of it that the assignment names; all have the same task and seed. Blocks until each has ended, or is given up after its
     deadline.
 
     Returns:
-        One episode per rollout, by index.
+        One episode per rollout, in the order of `assignment.rollouts`.
     """
     first_reply = threading.Event()
     rollouts = [
         _Rollout(assignment, index, players, host, limits, first_reply, assignment.task)
-        for index in range(assignment.group_size)
+        for index in assignment.rollouts
     ]
     leader, followers = rollouts[0], rollouts[1:]
     _start(leader, threads)

@@ -30,7 +30,42 @@ class ModelConfig(Section):
 
     table: ClassVar[str] = "model"
     not_built: ClassVar[frozenset[str]] = frozenset(
-        ["preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm", "attn_gate", "max_position", "experts", "topk", "moe_ffn", "shared_ffn", "dense_layers", "shared_gate", "expert_bias", "q_lora", "kv_lora", "nope_dim", "rope_dim", "v_dim", "index_dim", "linear_layers", "lin_k_heads", "lin_v_heads", "lin_k_dim", "lin_v_dim", "lin_conv", "linear_kind", "mtp_layers"]
+        [
+            "preset",
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "ffn",
+            "vocab",
+            "tied",
+            "qkv_bias",
+            "qk_norm",
+            "attn_gate",
+            "max_position",
+            "experts",
+            "topk",
+            "moe_ffn",
+            "shared_ffn",
+            "dense_layers",
+            "shared_gate",
+            "expert_bias",
+            "q_lora",
+            "kv_lora",
+            "nope_dim",
+            "rope_dim",
+            "v_dim",
+            "index_dim",
+            "linear_layers",
+            "lin_k_heads",
+            "lin_v_heads",
+            "lin_k_dim",
+            "lin_v_dim",
+            "lin_conv",
+            "linear_kind",
+            "mtp_layers",
+        ]
     )
     path: str
     """A local folder in Hugging Face form, a hub id, or a packaged model (`smollm2-135m`)."""

@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--attempt", type=int, help="of the rollout; the newest one unless given")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     options = parser.parse_args(argv)
-    console = Console(soft_wrap=True)
+    # A pipe has no width: nothing is cut there.
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 240)
     try:
         reader = StoreReader(options.run / "store")
         if options.id is None:
@@ -69,14 +70,20 @@ def show_run(run: Path, reader: StoreReader, console: Console, as_json: bool) ->
                 json.dumps({"group": group.group_id, "state": group.state, "rewards": rewards.get(group.group_id, [])})
             )
         return
-    table = Table(box=None)
-    for name in ("group", "task", "state", "rewards"):
-        table.add_column(name, no_wrap=True)
+    table = _table("group", "task", "state", "rewards")
     for group in groups:
         listed = " ".join("-" if r is None else f"{r:.2f}" for r in rewards.get(group.group_id, []))
         table.add_row(group.group_id, tasks.get(group.group_id, ""), str(group.state), listed)
     console.print(table)
     summary(run, load_config(run / "run.toml").run.steps, console, over=False)
+
+
+def _table(*names: str) -> Table:
+    """Columns side by side; the first one, which is what the next command needs, is never cut."""
+    table = Table(box=None)
+    for at, name in enumerate(names):
+        table.add_column(name, no_wrap=True, min_width=12 if at == 0 else None)
+    return table
 
 
 def show_group(reader: StoreReader, group_id: str, console: Console, as_json: bool) -> bool:
@@ -88,9 +95,7 @@ def show_group(reader: StoreReader, group_id: str, console: Console, as_json: bo
         for session in sessions:
             print(json.dumps(_session_entry(session)))
         return True
-    table = Table(box=None)
-    for name in ("rollout", "attempt", "state", "turns", "tokens", "reward", "stop", "components"):
-        table.add_column(name, no_wrap=True)
+    table = _table("rollout", "attempt", "state", "turns", "tokens", "reward", "stop", "components")
     for session in sessions:
         entry = _session_entry(session)
         parts = " ".join(f"{key}={value:g}" for key, value in entry["components"].items())

@@ -13,12 +13,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import httpx2 as httpx
-
 from palestra.cli.config import RunConfig
 from palestra.cli.launch.types import Launcher, LaunchError, RoleProcess, RoleSpec
 from palestra.cli.progress import Progress
-from palestra.cli.status import role_status
+from palestra.cli.status import get, role_status
 
 ORDER = ("engine", "service", "worker", "trainer")
 POLL_S = 0.25
@@ -87,9 +85,9 @@ class Supervisor:
     def _ready(self, name: str) -> bool:
         try:
             url = json.loads((self.folder / "roles" / f"{name}.json").read_text())["url"]
-            return bool(httpx.get(f"{url}/health", timeout=5.0).status_code == 200)
-        except (OSError, ValueError, KeyError, httpx.HTTPError):
+        except (OSError, ValueError, KeyError):
             return False
+        return get(f"{url}/health") is not None
 
     def _watch(self) -> int:
         trainer = self.roles["trainer"]
@@ -123,7 +121,7 @@ class Supervisor:
                 url = json.loads((self.folder / "roles" / f"{name}.json").read_text())["url"]
             except (OSError, ValueError, KeyError):
                 continue
-            said.append(role_status(name, url) or f"{name} does not answer")
+            said.append(role_status(name, url) or f"{name} ends or is busy")
         return "; ".join(said)
 
     def _failed(self, name: str, status: int) -> LaunchError:

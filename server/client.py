@@ -121,6 +121,10 @@ class ServiceClient:
                 raise LeaseLost(str(error)) from error
             raise
 
+    def collect(self, oldest_train_step: int) -> None:
+        """Lets the service delete what a restore to `oldest_train_step`, the oldest checkpoint kept, cannot need."""
+        self._json("POST", "/admin/collect", {"oldest_train_step": oldest_train_step})
+
     def publish_begin(self, version: int, train_step: int) -> None:
         """Holds generation for new weights of `train_step`."""
         self._json("POST", "/admin/publish/begin", {"version": version, "train_step": train_step}, timeout_s=900.0)

@@ -15,7 +15,31 @@ class RolloutConfig(Section):
 
     table: ClassVar[str] = "rollout"
     not_built: ClassVar[frozenset[str]] = frozenset(
-        ["gpus_per_engine", "ep", "dp", "dp_attention", "mem_fraction", "weight_dtype", "kv_dtype", "ssm_dtype", "conv_dtype", "state_ratio", "state_slots_pin", "state_strategy", "prefix_cache", "attention_backend", "deterministic", "draft_tokens", "hicache", "hicache_ratio", "pd", "router", "router_policy", "memory_saver", "function"]
+        [
+            "gpus_per_engine",
+            "ep",
+            "dp",
+            "dp_attention",
+            "mem_fraction",
+            "weight_dtype",
+            "kv_dtype",
+            "ssm_dtype",
+            "conv_dtype",
+            "state_ratio",
+            "state_slots_pin",
+            "state_strategy",
+            "prefix_cache",
+            "attention_backend",
+            "deterministic",
+            "draft_tokens",
+            "hicache",
+            "hicache_ratio",
+            "pd",
+            "router",
+            "router_policy",
+            "memory_saver",
+            "function",
+        ]
     )
     engine: Literal["embedded"] = "embedded"
     """The engine. Others of the specification (sglang, openai) are not built."""
@@ -40,7 +64,14 @@ class ScheduleConfig(Section):
 
     table: ClassVar[str] = "schedule"
     not_built: ClassVar[frozenset[str]] = frozenset(
-        ["max_in_flight", "publish_every", "partial", "partial_old_tokens", "generation_budget_s", "generation_budget_tokens"]
+        [
+            "max_in_flight",
+            "publish_every",
+            "partial",
+            "partial_old_tokens",
+            "generation_budget_s",
+            "generation_budget_tokens",
+        ]
     )
     kind: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: generate, then train; one_step_off: the next batch is generated while this one trains; async: up to max_staleness."""

@@ -1,7 +1,7 @@
 """The control half of a weight publish: what happens to running requests, and when the new policy version is in force.
 
-In: begin, buckets or a folder, end, from the trainer. Out: engines that serve the new version, verified, and the version on record. It waits
-for the engines, each call with a deadline. A publish that fails lets the engines go on with the weights they have and raises.
+In: begin, buckets or a folder, end, from the trainer. Out: engines that serve the new version, verified, and the version on record. It
+waits for the engines, each call with a deadline. A publish that fails lets the engines go on with the weights they have and raises.
 """
 
 from __future__ import annotations

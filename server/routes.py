@@ -5,6 +5,7 @@ Two keys: a session key opens one session's model routes; the admin token opens 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import struct
 from typing import Any
@@ -212,6 +213,14 @@ async def commit(request: Request) -> Response:
         field(body, "owner", str),
     )
     return reply({"count": count})
+
+
+@control.post("/admin/collect")
+async def collect(request: Request) -> Response:
+    """Deletes what no kept checkpoint can need."""
+    require_admin(request)
+    oldest = field(await body_of(request), "oldest_train_step", int)
+    return reply({"deleted": await asyncio.to_thread(service_of(request).buffer.collect, oldest)})
 
 
 @control.post("/admin/restore")

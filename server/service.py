@@ -1,7 +1,7 @@
 """The rollout service as one object: sessions, gateway, plan, buffer and publisher, put together from the run's configuration.
 
-In: calls of the routes. Out: their results. It owns the turn log and the buffer of one run folder, and runs no user code. What waits (claims,
-work) waits on one signal, with a deadline.
+In: calls of the routes. Out: their results. It owns the turn log and the buffer of one run folder, and runs no user code. What waits
+(claims, work) waits on one signal, with a deadline.
 """
 
 from __future__ import annotations
@@ -162,13 +162,16 @@ class RolloutService:
         Raises:
             SessionError: 409 where the lease was lost.
         """
+        before = self.plan.committed_step
+        # Before the groups stop counting as claimed: else the plan would see room for groups under the old weights.
+        self.plan.committed_step = max(before, step)
         try:
-            count = await asyncio.to_thread(self.buffer.commit, step, checkpoint_id, group_ids, owner)
+            return await asyncio.to_thread(self.buffer.commit, step, checkpoint_id, group_ids, owner)
         except LeaseLost as error:
+            self.plan.committed_step = before
             raise SessionError(str(error), 409, "lease_lost") from error
-        self.plan.committed_step = max(self.plan.committed_step, step)
-        self.signal.notify()
-        return count
+        finally:
+            self.signal.notify()
 
     async def restore(self, train_step: int, policy_version: int) -> int:
         """A trainer starts from `train_step`, whose weights were version `policy_version`: later commits are undone, groups with tokens of

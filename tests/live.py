@@ -38,7 +38,16 @@ def wait_for(check: Any, what: str, deadline_s: float = 60.0) -> Any:
 def engine_process(model: Path, *flags: str) -> Iterator[str]:
     """The embedded engine as a process; gives its URL."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "palestra.server.embedded", "--model-path", str(model), "--num-threads", "1", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "palestra.server.embedded",
+        "--model-path",
+        str(model),
+        "--num-threads",
+        "1",
+        *flags,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
     try:
         assert process.stdout is not None
@@ -105,11 +114,15 @@ class LiveService:
 
     def admin(self, method: str, path: str, body: Any = None) -> Any:
         """One control call; AssertionError unless it is answered with 200."""
-        answer = httpx.request(method, self.url + path, json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        answer = httpx.request(
+            method, self.url + path, json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def open(self, rollout: str = "r0", group: str = "other", index: int = 0, attempt: int = 0, **extra: Any) -> dict[str, Any]:
+    def open(
+        self, rollout: str = "r0", group: str = "other", index: int = 0, attempt: int = 0, **extra: Any
+    ) -> dict[str, Any]:
         """Opens a session."""
         body = {"rollout_id": rollout, "attempt": attempt, "group_id": group, "task_id": "t", "index": index, **extra}
         return dict(self.admin("POST", "/v1/sessions", body))

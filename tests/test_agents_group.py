@@ -293,3 +293,11 @@ class TestThreads:
         release.set()
         with pytest.raises(ValueError, match="at least 1"):
             EpisodeThreads(0)
+
+
+class TestPartOfAGroup:
+    def test_only_the_named_rollouts_are_played_again(self) -> None:
+        host = Host()
+        episodes = run(host, given=GroupAssignment("g1", 4, 1, TASK, 9, indices=(2, 0)))
+        assert len(episodes) == 2
+        assert set(host.closed) == {0, 2}

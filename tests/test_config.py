@@ -51,7 +51,7 @@ def test_missing_file_and_broken_toml_are_named(tmp_path: Path) -> None:
         load_config(tmp_path / "nope.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("[model\n")
-    with pytest.raises(ConfigError, match="not valid TOML.*line 1"):
+    with pytest.raises(ConfigError, match=r"not valid TOML.*line 1"):
         load_config(broken)
 
 
@@ -112,9 +112,7 @@ SINGLE = {"rollout.engine", "agent.kind", "algo.estimator", "optim.schedule", "v
 def test_every_field_has_a_consumer_or_a_refusal() -> None:
     consumed = consumed_names()
     idle = [
-        path
-        for path, _, name, _ in sections()
-        if path not in SINGLE and READ_INSIDE.get(path, name) not in consumed
+        path for path, _, name, _ in sections() if path not in SINGLE and READ_INSIDE.get(path, name) not in consumed
     ]
     assert idle == []
 

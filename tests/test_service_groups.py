@@ -78,7 +78,7 @@ def test_a_step_from_work_to_commit(live: LiveService, client: ServiceClient, ti
     assert client.work(wait_s=0.1) is None, "a synchronous run opens one batch"
     assert first.task != second.task
     play(live, client, first, {0: 0.0, 1: 1.0})
-    with pytest.raises(TimeoutError, match="trainer waits .* for 1 of 2 groups"):
+    with pytest.raises(TimeoutError, match=r"trainer waits .* for 1 of 2 groups"):
         client.claim(2, "me", 30.0, 0.3)
     play(live, client, second, {0: 0.5, 1: 0.0})
     groups = client.claim(2, "me", 30.0, 10.0)

@@ -94,6 +94,9 @@ class FakeService:
         self.state.update(dict.fromkeys(held, ("ready", None)))
         return len(held)
 
+    def collect(self, oldest_train_step: int) -> None:
+        self.collected = oldest_train_step
+
     def publish_begin(self, version: int, train_step: int) -> None:
         self.before("publish")
         assert version > self.highest, "versions are never used again"

@@ -38,7 +38,10 @@ class Trainer:
         service: RolloutService,
         run_dir: Path,
         stop: Callable[[], bool],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`say` is told what the trainer is at, for those who watch."""
+        self._say = say
         self._config, self._backend, self._service, self._run_dir, self._stop = config, backend, service, run_dir, stop
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
         self._publisher = Publisher(service, config.weights, run_dir, config.model)
@@ -81,6 +84,7 @@ class Trainer:
             self._resume(checkpoint)
             return True
         following = self._service.restore(train_step=0, checkpoint_id=None, policy_version=0)
+        self._say("starts")
         sft = self._config.sft
         if sft is not None and not warm_start(
             self._backend,
@@ -89,6 +93,7 @@ class Trainer:
             self._config.train.max_tokens_per_gpu,
             self._metrics.append,
             self._stop,
+            self._say,
         ):
             return False
         if self._config.algo.kl_coef:
@@ -100,6 +105,7 @@ class Trainer:
         return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
+        self._say(f"restores {checkpoint.id}")
         self._checkpoints.load(self._backend, checkpoint, self._fingerprint)
         meta = checkpoint.meta
         self._step, self._optimizer_steps, self._newest = meta.train_step, meta.optimizer_steps, checkpoint
@@ -117,6 +123,7 @@ class Trainer:
 
     def _claim(self) -> list[TrajectoryGroup]:
         """The groups of the next step; fewer where the tasks are exhausted, none where `stop` came first."""
+        self._say(f"waits for the groups of step {self._step + 1}")
         wanted, deadline = self._config.algo.groups_per_step, time.monotonic() + self._config.wait_s
         groups: list[TrajectoryGroup] = []
         while len(groups) < wanted:
@@ -151,6 +158,7 @@ class Trainer:
     def _one_step(self, groups: list[TrajectoryGroup], claim_s: float) -> None:
         step = self._step + 1
         ids = [group.group_id for group in groups]
+        self._say(f"trains step {step}")
         with LeaseKeeper(self._service, ids, self._config.owner, self._config.lease_s) as keeper:
             result = train_batch(
                 self._backend,
@@ -167,6 +175,8 @@ class Trainer:
             if step % self._config.save_every == 0 or step == self._config.steps:
                 self._save(tuple(ids))
             self._commit(step, ids, keeper)
+        self._service.collect(self._checkpoints.all()[0].meta.train_step)
+        self._say(f"publishes version {self._version}")
         started = time.monotonic()
         self._publisher.publish(self._backend, self._version, step)
         self._record(result, trained_version, {"time/claim_s": claim_s, "time/publish_s": time.monotonic() - started})
@@ -196,6 +206,7 @@ class Trainer:
         )
 
     def _save(self, group_ids: tuple[str, ...]) -> None:
+        self._say(f"saves step {self._step}")
         meta = Meta(
             train_step=self._step,
             policy_version=self._version,

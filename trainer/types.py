@@ -160,6 +160,9 @@ class RolloutService(Protocol):
     def release(self, group_ids: Sequence[str], owner: str) -> int:
         """Gives leased groups back unread."""
 
+    def collect(self, oldest_train_step: int) -> None:
+        """Allows the deletion of what a restore to `oldest_train_step`, the oldest checkpoint kept, cannot need."""
+
     def publish_begin(self, version: int, train_step: int) -> None:
         """Pauses what must be paused before weights change."""
 

@@ -69,6 +69,7 @@ def warm_start(
     max_tokens: int,
     record: Callable[[StepRecord], None],
     stop: Callable[[], bool],
+    say: Callable[[str], None] = lambda text: None,
 ) -> bool:
     """Trains `settings.steps` steps, then forgets the optimizer's state. False where `stop` cut it short.
 
@@ -85,6 +86,7 @@ def warm_start(
     for step in range(1, settings.steps + 1):
         if stop():
             return False
+        say(f"warms up: supervised step {step} of {settings.steps}")
         packings = micro_batches(supervised_rows(next(drawn)), max_tokens)
         stats = backend.forward_backward([packing.batch for packing in packings], nll_loss)
         rate = SCHEDULES[settings.schedule](step, settings.lr, settings.warmup_steps, settings.steps)

@@ -39,7 +39,7 @@ def main(context: RoleContext) -> int:
         from palestra.trainer.loop import Trainer
         from palestra.trainer.settings import make_backend
 
-        trainer = Trainer(settings, make_backend(settings), client, context.folder, stopping.is_set)
+        trainer = Trainer(settings, make_backend(settings), client, context.folder, stopping.is_set, doing.say)
         trainer.run()
     client.close()
     return 0

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 
-from palestra.agents.chat import ChatPolicy
+from palestra.agents.chat import ChatPolicy, close_client
 from palestra.agents.group import EpisodeThreads, Players, run_group
 from palestra.agents.types import GroupAssignment
 from palestra.cli.roles.context import RoleContext, on_stop
@@ -89,5 +89,6 @@ def main(context: RoleContext) -> int:
     with HealthListener(worker.status) as listener:
         context.announce(listener.url)
         worker.run()
+    close_client()
+    client.close()
     return 0
-
