@@ -23,6 +23,8 @@ from palestra.cli.supervisor import Supervisor
 from palestra.envs.registry import find_spec
 from palestra.envs.tasks import read_tasks
 from palestra.envs.types import EnvError, TaskError
+from palestra.trainer.megatron.passthrough import check_passthrough
+from palestra.trainer.types import TrainerError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,8 +73,6 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         ConfigError, EnvError, TaskError: what is wrong and where.
     """
-    from palestra.trainer.megatron.passthrough import check_passthrough
-
     find_spec(config.env.id)
     if config.env.tasks is not None:
         read_tasks(config.env.tasks)
@@ -85,7 +85,7 @@ def check_inputs(config: RunConfig) -> None:
         )
     try:
         check_passthrough(config.megatron)
-    except ValueError as error:
+    except TrainerError as error:
         raise ConfigError(str(error)) from None
 
 

@@ -31,7 +31,9 @@ def start(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subpr
     )
 
 
-def palestra(*arguments: str | Path, timeout_s: float = 300.0, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+def palestra(
+    *arguments: str | Path, timeout_s: float = 300.0, env: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
     """Runs a palestra command to its end: exit status, stdout, stderr."""
     process = start(*arguments, env=env)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--optim.learning_rate=1", "unknown field optim.learning_rate"),
         ("--env.id=palestra/Calculater-v0", "did you mean 'palestra/Calculator-v0'?"),
         ("--env.id=no_such_module:x/Y-v0", "module 'no_such_module' cannot be imported"),
-        ("--megatron.moe_aux_loss_coef=1", "moe_aux_loss_coeff"),
+        ("--megatron.atention_dropout=0.1", "did you mean .*attention_dropout"),
         ("--megatron.num_layers=4", "num_layers"),
         ("--algo.max_response=512", "leaves no room for a prompt"),
         ("--sft.data=/nowhere/demos.jsonl", "sft.data: /nowhere/demos.jsonl is no file"),
@@ -34,8 +35,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_refused_before_anything_starts(base: Path, override: str, said: str) -> None:
-    import re
-
     job = Job(tiny_config(base, run={"name": "refused"}))
     status, out, err = job.train(override)
     assert status == 2, out + err

@@ -32,7 +32,7 @@ def make_job(base: Path, name: str, **tables: dict[str, Any]) -> Job:
 
 def kill_in_the_middle(job: Job, role: str, seed: int) -> None:
     """Lets the run come to a random turn after its first step, then kills the role; the supervisor says so and ends."""
-    after = random.Random(seed).randrange(1, 30)
+    after = random.Random(seed).randrange(1, 2 * 8)  # of the 3 steps of 8 turns that are left
     process = job.start()
     try:
         wait_for(lambda: job.steps() or process.poll() is not None, "the first step", 120)

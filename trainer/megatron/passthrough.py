@@ -91,5 +91,5 @@ def check_passthrough(table: Mapping[str, Any]) -> None:
         if key in OWNED:
             raise TrainerError(f"megatron.{key} cannot be set here: {OWNED[key]}")
         if key not in known_fields():
-            near = difflib.get_close_matches(key, sorted(known_fields() - OWNED.keys()), n=1, cutoff=0.0)
+            near = difflib.get_close_matches(key, sorted(known_fields() | OWNED.keys()), n=1, cutoff=0.0)
             raise TrainerError(f"unknown field megatron.{key}; did you mean {near[0]}?")
