@@ -81,8 +81,8 @@ def run_group(
     limits: Limits,
     threads: EpisodeThreads,
 ) -> list[Episode]:
-    """Plays the group, or the rollouts of it that the assignment names; all have the same task and seed. Blocks until each has ended, or is given up after its
-    deadline.
+    """Plays the group, or the rollouts of it that the assignment names; all have the same task and seed. Blocks until each has
+    ended, or is given up after its deadline.
 
     Returns:
         One episode per rollout, in the order of `assignment.rollouts`.

@@ -32,11 +32,6 @@ class _Span(msgspec.Struct, gc=False):
     end: int
 
 
-class _Experts(msgspec.Struct):
-    data: str
-    shape: list[int]
-
-
 class _Meta(msgspec.Struct):
     finish_reason: dict[str, Any]
     prompt_tokens: int
@@ -45,7 +40,8 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, Any]]
     weight_versions: list[_Span] = []
     cached_tokens: int = 0
-    routed_experts: _Experts | None = None
+    routed_experts: str | None = None
+    routed_experts_shape: list[int] | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -285,8 +281,9 @@ def _append_span(spans: list[VersionSpan], version: int, start: int, end: int) -
 def _experts(meta: _Meta) -> I16 | None:
     if meta.routed_experts is None:
         return None
-    raw = base64.b64decode(meta.routed_experts.data)
-    return np.frombuffer(raw, dtype=np.int16).reshape(meta.routed_experts.shape)
+    if meta.routed_experts_shape is None:
+        raise EngineError("the engine gives routed experts without their shape: its element type is not known")
+    return np.frombuffer(base64.b64decode(meta.routed_experts), dtype=np.int16).reshape(meta.routed_experts_shape)
 
 
 def _json(raw: bytes) -> dict[str, Any]:

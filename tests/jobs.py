@@ -115,7 +115,7 @@ def check_laws(job: Job, steps: int) -> None:
     per_step: dict[int, int] = {}
     for step in job.committed().values():
         per_step[step] = per_step.get(step, 0) + 1
-    assert per_step == {step: job.config.algo.groups_per_step for step in range(1, steps + 1)}
+    assert per_step == dict.fromkeys(range(1, steps + 1), job.config.algo.groups_per_step)
     assert job.leftovers() == []
 
 

@@ -26,7 +26,7 @@ def gain(folder: Path, seed: int) -> float:
         run={"name": f"seed-{seed}", "steps": STEPS, "save_every": STEPS},
         env={"concurrency": 64},
         algo={"groups_per_step": 8, "group_size": 8, "drop_zero_variance": True, "seed": seed},
-        sft={"steps": 300, "batch_size": 16, "seed": seed},
+        sft={"steps": 300, "batch_size": 32, "seed": seed},
     )
     job = Job(config)
     status, out, err = job.train(timeout_s=580)

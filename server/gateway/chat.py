@@ -92,7 +92,6 @@ class ChatGateway:
             session.limits.temperature,
             prompt.max_new_tokens,
             self.renderer.stop_ids,
-            seed=request.seed,
             forced_ids=tuple(request.forced_ids or ()),
         )
 

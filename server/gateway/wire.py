@@ -27,7 +27,6 @@ class ChatRequest(msgspec.Struct):
     stream: bool | None = None
     logprobs: bool | None = None
     stop: Any = None
-    seed: int | None = None
     response_format: dict[str, Any] | None = None
     forced_ids: list[int] | None = None
 
