@@ -85,7 +85,11 @@ async def chat(request: Request) -> Response:
     key = bearer(request)
     session = service.sessions.by_key(key) if part is None else service.sessions.by_path(part, key)
     asked = read_chat(await request.body())
-    done = await service.gateway.reply(session, asked, request.headers.get("x-request-id"))
+    request_id = request.headers.get("x-request-id")
+    done = await service.gateway.reply(session, asked, request_id)
+    if request_id is None and await request.is_disconnected():
+        # Without an id a repeated call cannot be told from a new one, so this turn must not count beside it.
+        await service.gateway.undelivered(session, int(done["id"].rpartition("-")[2]))
     return reply(done)
 
 

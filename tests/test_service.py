@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from palestra.server.ledger import read_ledger
 from palestra.server.renderer.families import Qwen3Renderer, load_renderer
 from palestra.server.rows import trajectory_rows
 from palestra.server.types import TokenSource
-from tests.live import LiveService, settings
+from tests.live import LiveService, settings, wait_for
 
+pytestmark = pytest.mark.walk
 TOOLS = [
     {
         "type": "function",
@@ -114,6 +117,27 @@ def test_a_repeated_request_id_gets_the_same_turn(live: LiveService) -> None:
     answers = [httpx.post(f"{live.url}/v1/chat/completions", json=body, headers=headers).json() for _ in range(2)]
     assert answers[0] == answers[1]
     assert len(live.service.log.reader.read_trajectory("r0").turns) == 1
+
+
+def test_a_turn_whose_caller_is_gone_is_kept_apart(live: LiveService) -> None:
+    """Without a request id the repeated call is a new turn, and only that one is trained."""
+    key = live.open()["api_key"]
+    body = json.dumps({"messages": QUESTION}).encode()
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as caller:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        caller.sendall(head.encode() + body)
+    reader = live.service.log.reader
+    wait_for(
+        lambda: reader.read_trajectory("r0").turns and not reader.read_trajectory("r0").turns[0].delivered, "the mark"
+    )
+    said = live.chat(key, QUESTION).json()["choices"][0]["message"]
+    assert live.chat(key, [*QUESTION, said, {"role": "user", "content": "and?"}]).status_code == 200
+    live.admin("POST", "/v1/sessions/r0/close", {"attempt": 0, "outcome": {"reward": 1.0, "stop_reason": "answer"}})
+    trajectory = reader.read_trajectory("r0")
+    assert [(t.parent, t.delivered) for t in trajectory.turns] == [(None, False), (None, True), (1, True)]
+    (row,) = trajectory_rows(trajectory)
+    assert row.loss_mask.sum() == sum(len(t.completion_ids) for t in trajectory.turns[1:])
 
 
 def test_changed_history_and_changed_tools_fork_with_a_reason(live: LiveService) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from palestra.agents.types import GroupAssignment, SessionHandle
 from palestra.envs.types import Episode, Reward, StopReason
 from palestra.server.client import ServiceClient, ServiceError
 from palestra.server.ledger import read_ledger
-from palestra.server.types import LeaseLost
-from tests.live import TOKEN, LiveService, engine_process, settings
+from palestra.server.types import LeaseLost, PublishMode
+from tests.live import TOKEN, LiveService, engine_process, settings, wait_for
 
+pytestmark = pytest.mark.walk
 QUESTION = [{"role": "user", "content": "q"}]
 
 
@@ -164,6 +166,30 @@ def test_versions_are_never_reused_and_bad_weights_change_nothing(
     assert live.chat(key, QUESTION).status_code == 200, "generation goes on with the old weights"
     (turn,) = live.service.log.reader.read_trajectory("r").turns
     assert [span.version for span in turn.spans] == [0]
+
+
+@pytest.mark.parametrize("mode", list(PublishMode))
+def test_a_publish_in_the_middle_of_a_reply_is_only_a_slow_reply(
+    tmp_path: Path, own_engine: str, tiny_moe: Path, mode: PublishMode
+) -> None:
+    """Every update mode: the agent gets its whole reply, and each token has the version that sampled it."""
+    with LiveService(settings(tmp_path / "store", own_engine, update_mode=mode), tiny_moe) as live:
+        client = ServiceClient(live.url, TOKEN)
+        begin(client, tiny_moe)
+        limits = {"max_turns": 1, "max_response": 700, "max_context": 1000, "temperature": 1.0}
+        key = live.open("r", limits=limits)["api_key"]
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(live.chat, key, QUESTION)
+            wait_for(lambda: live.service.engine.on_wire == 1, "the request's start")
+            client.publish_begin(1, 1)
+            client.publish_end(1, str(tiny_moe))
+            assert reply.result(60).status_code == 200
+        (turn,) = live.service.log.reader.read_trajectory("r").turns
+        versions = [span.version for span in turn.spans]
+        assert versions == ([0] if mode is PublishMode.FINISH else sorted(set(versions)))
+        assert set(versions) <= {0, 1}
+        assert turn.finish_reason in ("stop", "length")
+        assert turn.finish_reason == "stop" or len(turn.completion_ids) == 700
 
 
 def test_after_a_restart_complete_groups_are_kept_and_open_ones_played_again(

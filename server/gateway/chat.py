@@ -22,7 +22,7 @@ from palestra.server.gateway.tree import Match, Node, canonical_tools
 from palestra.server.gateway.wire import ChatRequest, Usage, chat_reply
 from palestra.server.renderer.base import Renderer
 from palestra.server.store.turnlog import TurnLog
-from palestra.server.types import Completion, EngineRefused, RenderError, SessionError, Turn
+from palestra.server.types import Completion, EngineError, EngineRefused, RenderError, SessionError, Turn
 
 MIN_REPLY = 8
 """Tokens that must fit after the prompt: less is no turn but a window that is full."""
@@ -66,6 +66,12 @@ class ChatGateway:
         # The call outlives its connection: a client that lost it comes back under the same id and gets this very turn.
         return await asyncio.shield(future)
 
+    async def undelivered(self, session: Session, index: int) -> None:
+        """The caller of turn `index` was gone before its reply left: the turn is kept apart, so that the repeated call is not trained
+        beside it."""
+        session.tree.remove(index)
+        await self.log.mark_undelivered(session.record.rollout_id, session.record.attempt, index)
+
     async def _reply(self, session: Session, request: ChatRequest) -> dict[str, Any]:
         _check_open(session)
         if session.started >= session.limits.max_turns:
@@ -80,7 +86,10 @@ class ChatGateway:
             completion = await self.engine.generate(
                 prompt.ids, self._sampling(session, request, prompt), rid=rid, key=session.record.group_id
             )
-        except EngineRefused as error:
+        except EngineError as error:
+            session.started -= 1  # a fault spends nothing of the budget
+            if not isinstance(error, EngineRefused):
+                raise
             raise SessionError(f"the engine refused the request: {error}", 400, "engine_refused") from error
         finally:
             session.running.pop(rid, None)

@@ -55,6 +55,14 @@ class ConversationTree:
         """Stores a turn under its parent."""
         (node.parent.children if node.parent is not None else self.roots).append(node)
 
+    def remove(self, index: int) -> None:
+        """Takes a turn out whose reply nobody received: no request can continue it."""
+        stack = [self.roots]
+        while stack:
+            siblings = stack.pop()
+            siblings[:] = [node for node in siblings if node.index != index]
+            stack += [node.children for node in siblings]
+
     def match(self, messages: Sequence[Message], tools: str) -> Match:
         """The deepest turn that `messages` repeats whole, its reply included, with something new after it."""
         best: tuple[int, Node] | None = None
