@@ -20,8 +20,9 @@ from palestra.cli.status import get, role_status
 
 ORDER = ("engine", "service", "worker", "trainer")
 POLL_S = 0.25
-STOP_S = {"trainer": 20.0, "worker": 5.0, "service": 15.0, "engine": 5.0}
-"""How long each role may take to end by itself, seconds."""
+STOP_S = {"worker": 5.0, "service": 15.0, "engine": 5.0}
+"""How long a role may take to end by itself, seconds. A trainer that still runs when the others end is not waited for: what it
+acknowledged is on the disk."""
 
 
 class Supervisor:
