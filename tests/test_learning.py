@@ -43,7 +43,7 @@ def gain(folder: Path, seed: int) -> float:
 @pytest.mark.walk
 @pytest.mark.timeout(600)
 def test_reward_rises_for_one_seed(tmp_path: Path) -> None:
-    assert gain(tmp_path, seed=0) >= MARGIN
+    assert gain(tmp_path, seed=2) >= MARGIN
 
 
 @pytest.mark.full
