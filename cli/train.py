@@ -59,12 +59,19 @@ def run(folder: Path, config: RunConfig, console: Console) -> int:
         return 1
     summary(folder, config.run.steps, console, over=status == 0)
     if status == 0:
-        console.print(
-            f"\nWhat next:\n  palestra inspect {folder}             its groups and rollouts\n"
-            f"  palestra inspect {folder} g000000-0   one rollout, token by token",
-            highlight=False,
-        )
+        console.print(what_next(folder, config), highlight=False)
     return status
+
+
+def what_next(folder: Path, config: RunConfig) -> str:
+    """Commands that can be copied as they are: under the name that this one was started by, with paths as short as they come."""
+    name = sys.argv[0] if Path(sys.argv[0]).name == "palestra" else "palestra"
+    run = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return (
+        f"\nWhat next:\n  {name} inspect {run}             its groups and rollouts\n"
+        f"  {name} inspect {run} g000000-0   one rollout, token by token\n"
+        f"  {name} train {run}/run.toml --resume --run.steps={2 * config.run.steps}   twice as many steps"
+    )
 
 
 def check_inputs(config: RunConfig) -> None:
