@@ -14,6 +14,8 @@ import pytest
 from tests.jobs import Job, check_laws, palestra
 from tests.tinyrun import tiny_config
 
+pytestmark = pytest.mark.walk
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,7 +62,6 @@ def test_missing_configuration_and_unknown_verbs(tmp_path: Path) -> None:
     assert "invalid choice" in err
 
 
-@pytest.mark.walk
 def test_a_model_that_cannot_be_trained_is_refused_by_its_role(base: Path, tmp_path: Path) -> None:
     """The folder looks like a model, so the fault shows when a role loads it: its own message reaches the user."""
     good = Path(tiny_config(base).model.path)

@@ -22,6 +22,8 @@ from palestra.server.embedded.workspace import CacheShape, Workspace
 from tests.conformance.engine_suite import full_forward, wait_until
 from tests.tiny import make_tiny_moe
 
+pytestmark = pytest.mark.walk
+
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:

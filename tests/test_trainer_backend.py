@@ -14,6 +14,9 @@ from tests.conformance.backend_suite import BETAS, CLIP, DECAY, EPS, BackendSuit
 __all__ = ["folder"]
 
 
+pytestmark = pytest.mark.walk
+
+
 class TestMegatronBackend(BackendSuite):
     @pytest.fixture
     def make(self) -> MakeBackend:

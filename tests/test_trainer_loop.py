@@ -29,6 +29,9 @@ from tests.tiny import make_tiny_llama
 PROMPT, REPLY, SIZE = 6, 4, 4
 
 
+pytestmark = pytest.mark.walk
+
+
 class Killed(BaseException):
     """The process is gone: nothing catches it."""
 
