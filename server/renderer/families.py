@@ -64,7 +64,7 @@ class ChatMLRenderer(Renderer):
 def _skeleton(function: Any) -> str:
     """`{"name": "calculator", "arguments": {"expression": "string"}} # Evaluates an expression.`
 
-    The call's own form, with types in place of values: on a 135M model one example then gives a right call three times as often as a
+    The call's own form, with types in place of values: on a 135M model one example then gives a right call over twice as often as a
     signature such as `calculator(expression: string)` does.
     """
     properties = function.get("parameters", {}).get("properties", {})
