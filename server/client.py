@@ -6,7 +6,6 @@ within it.
 
 from __future__ import annotations
 
-import struct
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ import orjson
 from palestra.agents.types import AgentError, GroupAssignment, SessionHandle
 from palestra.envs.tasks import task_from_json
 from palestra.envs.types import Episode, Task
-from palestra.server.buffer.codec import decode_group
+from palestra.server.buffer.codec import decode_group, split_blobs
 from palestra.server.store.jsonbytes import dumps
 from palestra.server.store.types import outcome_of
 from palestra.server.types import LeaseLost, RenderedRow, ServerError, TrajectoryGroup
@@ -95,7 +94,7 @@ class ServiceClient:
             body = {"n": n, "owner": owner, "ttl_s": ttl_s, "wait_s": wait, "claim_id": claim_id}
             raw = self._call("POST", "/admin/claim", body)
             if raw:
-                return _groups(raw)
+                return [decode_group(blob) for blob in split_blobs(raw)]
 
     def renew(self, group_ids: Sequence[str], owner: str, ttl_s: float) -> int:
         """Extends leases; how many are still held."""
@@ -213,15 +212,6 @@ class ServiceClient:
             )
         except ServiceError as error:
             raise AgentError(str(error)) from error
-
-
-def _groups(raw: bytes) -> list[TrajectoryGroup]:
-    groups, at = [], 0
-    while at < len(raw):
-        (size,) = struct.unpack_from("<I", raw, at)
-        groups.append(decode_group(raw[at + 4 : at + 4 + size]))
-        at += 4 + size
-    return groups
 
 
 def _error_of(status: int, raw: bytes, call: str) -> ServiceError:

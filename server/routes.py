@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import struct
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from palestra.server.buffer.codec import encode_group
+from palestra.server.buffer.codec import encode_group, join_blobs
 from palestra.server.gateway.session import SessionLimits
 from palestra.server.gateway.wire import error_body, read_chat
 from palestra.server.service import RolloutService
@@ -186,8 +185,7 @@ async def claim(request: Request) -> Response:
         min(float(field(body, "wait_s", (int, float))), 60.0),
         body.get("claim_id"),
     )
-    blobs = [encode_group(group) for group in groups]
-    framed = b"".join(struct.pack("<I", len(blob)) + blob for blob in blobs)
+    framed = join_blobs([encode_group(group) for group in groups])
     return Response(framed, media_type="application/octet-stream")
 
 

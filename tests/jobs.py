@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,3 @@ def check_laws(job: Job, steps: int) -> None:
         per_step[step] = per_step.get(step, 0) + 1
     assert per_step == dict.fromkeys(range(1, steps + 1), job.config.algo.groups_per_step)
     assert job.leftovers() == []
-
-
-def episode_lines(*parts: Sequence[str]) -> str:
-    """Joins output for assertion messages."""
-    return "\n".join("".join(part) for part in parts)

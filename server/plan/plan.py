@@ -20,11 +20,11 @@ from palestra.server.plan.admission import Load, capacity
 from palestra.server.plan.book import Assignment, GroupBook, OpenGroup, RolloutSlot
 from palestra.server.plan.metrics import RolloutMetrics
 from palestra.server.plan.order import TaskOrder
-from palestra.server.rows import trajectory_rows
+from palestra.server.rows import group_of
 from palestra.server.signal import Signal
 from palestra.server.store.turnlog import TurnLog
 from palestra.server.store.types import GroupRecord, SessionOutcome, SessionRecord, SessionState, StoredSession
-from palestra.server.types import GroupState, TrainingSample, TrajectoryGroup
+from palestra.server.types import GroupState, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +150,12 @@ class Plan:
 
     async def _finish(self, group: OpenGroup) -> None:
         """A complete group: rows, filter, buffer."""
-        scored = {
-            f"{group.group_id}-{slot.index}": slot
+        trajectories = [
+            await asyncio.to_thread(self.log.reader.read_trajectory, f"{group.group_id}-{slot.index}", slot.attempt)
             for slot in group.slots
-            if slot.outcome and slot.outcome.reward is not None
-        }
-        samples: list[TrainingSample] = []
-        for rollout_id, slot in scored.items():
-            trajectory = await asyncio.to_thread(self.log.reader.read_trajectory, rollout_id, slot.attempt)
-            samples += trajectory_rows(trajectory)
-        rewards = {
-            rid: float(slot.outcome.reward)
-            for rid, slot in scored.items()
-            if slot.outcome and slot.outcome.reward is not None
-        }
-        complete = TrajectoryGroup(group.group_id, group.task_id, len(group.slots), tuple(samples), rewards)
+            if slot.outcome is not None and slot.outcome.reward is not None
+        ]
+        complete = group_of(group.group_id, group.task_id, len(group.slots), trajectories)
         reason = self._drop_reason(complete)
         if reason is None:
             await asyncio.to_thread(self.buffer.put, [complete])
