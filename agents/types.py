@@ -6,9 +6,10 @@ Flows: `run_group` opens sessions at a `SessionHost`, plays an `Env` with a `Pol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from palestra.envs.types import Episode, Message, StopReason, Task, ToolSpec
 
@@ -79,6 +80,8 @@ class SessionHandle:
     """OpenAI base URL, ending in /v1."""
     api_key: str
     """Opens this session and nothing else."""
+    session_url: str = ""
+    """OpenAI base URL that names the session itself, ending in /v1: for agents that can be given a URL but no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +112,48 @@ class SessionHost(Protocol):
 
     def close_session(self, handle: SessionHandle, episode: Episode) -> None:
         """Ends it with its episode; the last one of a group completes the group."""
+
+    def conversation(self, handle: SessionHandle) -> Sequence[Sequence[Message]]:
+        """The session's turns in messages: one list per branch, oldest first, each from its first request to its last reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """The surroundings of an agent that plays: `palestra.agents.session.current()` gives them inside `Agent.run`."""
+
+    task: Task
+    messages: tuple[Message, ...]
+    """The environment's first messages: what a policy would have been asked."""
+    tools: tuple[ToolSpec, ...]
+    """The environment's tools, as they are described to a model."""
+    session: SessionHandle
+    workspace: Path
+    """An empty folder of this episode's own; files left in it can be scored."""
+    deadline: float
+    """time.monotonic() when the episode is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent says of its own run. All of it is optional: the conversation is taken from the session's turns."""
+
+    reward: float | None = None
+    """A score of the agent's own harness, used instead of the environment's rubric where it is given."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+    """The final answer, where it is not the last assistant message."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Kept with the episode, for the reader."""
+
+
+class Agent(Protocol):
+    """Plays one session by itself, by its URL. One instance serves many episodes, in threads of their own."""
+
+    def run(self, task: Task, session_url: str, workspace: Path) -> Outcome:
+        """Plays until it is done; it may block. `session_url` is an OpenAI base URL that carries the session's key: nothing else is needed
+        to talk to the model. Keys, first messages and tools: `palestra.agents.session.current()`.
+
+        Raises:
+            PolicyStop: it was cut (deadline, window, budget): scored with what there is.
+            Exception: anything else is a fault: no reward, played again within the budget.
+        """

@@ -12,17 +12,38 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
-from palestra.server.routes import chat, control, models, on_error
+from palestra.server.gateway.dialects.chat import ChatDialect
+from palestra.server.gateway.dialects.completions import CompletionsDialect
+from palestra.server.gateway.dialects.messages import MessagesDialect
+from palestra.server.gateway.dialects.responses import ResponsesDialect
+from palestra.server.gateway.endpoint import ModelEndpoint
+from palestra.server.gateway.types import Dialect
+from palestra.server.routes import control, models, on_error, on_http_error
 from palestra.server.service import RolloutService
+from palestra.server.session_routes import sessions
 from palestra.server.types import ServerError
 
+DIALECTS: dict[str, Callable[[], Dialect]] = {
+    "/v1/chat/completions": ChatDialect,
+    "/v1/completions": CompletionsDialect,
+    "/v1/responses": ResponsesDialect,
+    "/v1/messages": MessagesDialect,
+}
+"""Model routes: at the root, and below /sessions/NAME."""
 
-def build_app(service: RolloutService, admin_token: str) -> FastAPI:
-    """The application. Model routes are plain Starlette routes (they are the hot ones); control routes are FastAPI's."""
+
+def build_app(service: RolloutService, admin_token: str, *, control_here: bool = True) -> FastAPI:
+    """The application that agents talk to, and whose lifespan is the service's. Model routes are plain ASGI (they are the hot ones).
+
+    `control_here`: whether the control routes, which are FastAPI's, are in it too, or only in `control_app`'s.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -34,15 +55,37 @@ def build_app(service: RolloutService, admin_token: str) -> FastAPI:
         yield
         await service.close()
 
+    app = _app(service, admin_token, lifespan)
+    for path, dialect in DIALECTS.items():
+        endpoint = ModelEndpoint(dialect(), service.sessions, service.calls, service.core)
+        for prefix in ("", "/sessions/{part}"):
+            app.router.routes.append(Route(f"{prefix}{path}", endpoint, methods=["POST"]))
+    for prefix in ("", "/sessions/{part}"):
+        app.add_route(f"{prefix}/v1/models", models, methods=["GET"])
+    if control_here:
+        _add_control(app)
+    return app
+
+
+def control_app(service: RolloutService, admin_token: str) -> FastAPI:
+    """The control routes alone, for an address that agents cannot reach."""
+    app = _app(service, admin_token, None)
+    _add_control(app)
+    return app
+
+
+def _app(service: RolloutService, admin_token: str, lifespan: Any) -> FastAPI:
     app = FastAPI(title="Palestra rollout service", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service, app.state.admin_token = service, admin_token
-    app.include_router(control)
-    for prefix in ("", "/sessions/{part}"):
-        app.add_route(f"{prefix}/v1/chat/completions", chat, methods=["POST"])
-        app.add_route(f"{prefix}/v1/models", models, methods=["GET"])
     app.add_exception_handler(ServerError, on_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_error)
     return app
+
+
+def _add_control(app: FastAPI) -> None:
+    app.include_router(control)
+    app.include_router(sessions)
 
 
 def bind(host: str, port: int) -> socket.socket:

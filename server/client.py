@@ -17,11 +17,12 @@ import orjson
 
 from palestra.agents.types import AgentError, GroupAssignment, SessionHandle
 from palestra.envs.tasks import task_from_json
-from palestra.envs.types import Episode, Task
+from palestra.envs.types import Episode, Message, Task
 from palestra.server.buffer.codec import decode_group, split_blobs
 from palestra.server.store.jsonbytes import dumps
-from palestra.server.store.types import outcome_of
-from palestra.server.types import LeaseLost, RenderedRow, ServerError, TrajectoryGroup
+from palestra.server.store.types import SessionOutcome, outcome_of
+from palestra.server.transcripts import trajectory_of
+from palestra.server.types import LeaseLost, RenderedRow, ServerError, Trajectory, TrajectoryGroup
 
 
 class ServiceError(ServerError):
@@ -158,6 +159,75 @@ class ServiceClient:
         """Where every sampled token went."""
         return dict(self._json("GET", "/admin/ledger"))
 
+    # -- sessions, for whoever points an agent at one
+
+    def open(
+        self,
+        *,
+        rollout_id: str | None = None,
+        group_id: str | None = None,
+        group_size: int | None = None,
+        task: Any = None,
+        task_id: str = "",
+        **limits: Any,
+    ) -> SessionHandle:
+        """Opens a session; `limits` are fields of `SessionLimits` (max_turns, max_tokens, deadline_s, temperature, sampling ...). With a
+        group_size the group can be claimed once so many sessions of group_id were closed.
+
+        Raises:
+            ServiceError: the service refused it.
+        """
+        body = {
+            "rollout_id": rollout_id,
+            "group_id": group_id,
+            "group_size": group_size,
+            "task": task,
+            "task_id": task_id,
+            "limits": limits,
+        }
+        return _handle_of(self._json("POST", "/v1/sessions", body, retry=False))
+
+    def reward(
+        self,
+        handle: SessionHandle,
+        value: float | None = None,
+        *,
+        components: Mapping[str, float] | None = None,
+        turn: int | None = None,
+    ) -> None:
+        """Keeps a reward, of the session or of one turn, until it is closed; can be repeated, the last one counts."""
+        body = {"reward": value, "components": components, "turn": turn, "attempt": handle.attempt}
+        self._json("POST", f"/v1/sessions/{handle.rollout_id}/reward", body)
+
+    def close_with(self, handle: SessionHandle, outcome: SessionOutcome | None = None) -> float | None:
+        """Ends a session, with an outcome or with the rewards that were posted; can be repeated. Returns the reward that counts; None for
+        unknown, or where it had ended before."""
+        body = {"attempt": handle.attempt, "outcome": outcome}
+        value = self._json("POST", f"/v1/sessions/{handle.rollout_id}/close", body)["reward"]
+        return None if value is None else float(value)
+
+    def delete(self, handle: SessionHandle) -> None:
+        """Discards an open session: its tokens are on record, and never trained."""
+        self._call("DELETE", f"/v1/sessions/{handle.rollout_id}?attempt={handle.attempt}", retry=False)
+
+    def trajectory(self, handle: SessionHandle) -> Trajectory:
+        """What is on record of a session: every turn with its ids, logprobs and versions."""
+        path = f"/v1/sessions/{handle.rollout_id}/trajectory?attempt={handle.attempt}"
+        return trajectory_of(self._json("GET", path))
+
+    def conversation(self, handle: SessionHandle) -> list[list[Message]]:
+        """A session's branches in messages, oldest first."""
+        path = f"/v1/sessions/{handle.rollout_id}/conversation?attempt={handle.attempt}"
+        return list(self._json("GET", path))
+
+    def freeze(self) -> None:
+        """Takes all requests off the engines, their partial replies kept, until `thaw`."""
+        self._json("POST", "/admin/freeze")
+
+    def thaw(self) -> None:
+        """Lets them go on."""
+        self._json("POST", "/admin/thaw")
+
     # -- what an environment worker calls
 
     def register_worker(self, tasks: int) -> None:
@@ -197,7 +267,7 @@ class ServiceClient:
             value = self._json("POST", "/v1/sessions", body, retry=False)
         except ServiceError as error:
             raise AgentError(str(error)) from error
-        return SessionHandle(value["rollout_id"], value["attempt"], value["base_url"], value["api_key"])
+        return _handle_of(value)
 
     def close_session(self, handle: SessionHandle, episode: Episode) -> None:
         """Ends a session with its episode; can be repeated.
@@ -212,6 +282,12 @@ class ServiceClient:
             )
         except ServiceError as error:
             raise AgentError(str(error)) from error
+
+
+def _handle_of(value: Mapping[str, Any]) -> SessionHandle:
+    return SessionHandle(
+        value["rollout_id"], value["attempt"], value["base_url"], value["api_key"], value["session_url"]
+    )
 
 
 def _error_of(status: int, raw: bytes, call: str) -> ServiceError:

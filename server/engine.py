@@ -2,92 +2,53 @@
 
 In: prompt ids and sampling. Out: a `Completion` whose resumed parts are joined, with the policy version of every token. It waits for the
 engine, never longer than its deadline: refusals (400) are raised at once, faults are retried with back-off, and an aborted request goes on
-with `prompt + partial` unless the caller itself asked for the abort. The wire word `weight_version` becomes an int here and nowhere else.
+with `prompt + partial` unless the caller itself asked for the abort.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import orjson
 
+from palestra.server.engine_wire import (
+    EngineSampling,
+    Joined,
+    Meta,
+    Prompt,
+    read_answer,
+    request_body,
+)
 from palestra.server.signal import Signal
-from palestra.server.types import I16, Completion, EngineError, EngineRefused, VersionSpan
+from palestra.server.types import Completion, EngineError, EngineRefused
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str | int
-    start: int
-    end: int
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: dict[str, Any]
-    prompt_tokens: int
-    completion_tokens: int
-    weight_version: str | int
-    output_token_logprobs: list[tuple[float, int, Any]]
-    weight_versions: list[_Span] = []
-    cached_tokens: int = 0
-    routed_experts: str | None = None
-    routed_experts_shape: list[int] | None = None
-
-
-class _Generated(msgspec.Struct):
-    meta_info: _Meta
-
-
-_decode = msgspec.json.Decoder(_Generated).decode
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSampling:
-    """What one request asks of the engine."""
-
-    temperature: float
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    seed: int | None = None
-    routed_experts: bool = False
-    forced_ids: tuple[int, ...] = ()
-    """A test's wish: sample these ids, with their real logprobs. Engines refuse it unless they were started for it."""
-
-
-def version_of(wire: str | int) -> int:
-    """The policy version behind an engine's `weight_version`; a fresh engine's "default" is version 0.
-
-    Raises:
-        EngineError: it is no number.
-    """
-    if wire == "default":
-        return 0
-    try:
-        return int(wire)
-    except ValueError:
-        raise EngineError(f"the engine reports weight_version {wire!r}, which is no policy version") from None
 
 
 class EngineClient:
     """Generation through `url`; control calls go to each of `workers`."""
 
     def __init__(
-        self, url: str, workers: Sequence[str] = (), *, deadline_s: float = 600.0, retry_s: float = 30.0
+        self,
+        url: str,
+        workers: Sequence[str] = (),
+        *,
+        deadline_s: float = 600.0,
+        retry_s: float = 30.0,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.workers = tuple(w.rstrip("/") for w in workers) or (self.url,)
         self.deadline_s = deadline_s
         self.retry_s = retry_s
+        self.decode = decode
+        """Ids to text: needed to find stop texts that an abort cut in two."""
         """How long an engine may be unreachable before a request gives up."""
         self.running = 0
         """Completions that callers wait for."""
@@ -113,8 +74,10 @@ class EngineClient:
         if self._http is not None:
             await self._http.close()
 
-    async def generate(self, prompt: Sequence[int], sampling: EngineSampling, *, rid: str, key: str) -> Completion:
-        """Samples one completion; `key` keeps a session (or a group) on one worker.
+    async def generate(
+        self, prompt: Prompt, sampling: EngineSampling, *, rid: str, key: str, deadline_s: float | None = None
+    ) -> Completion:
+        """Samples one completion; `key` keeps a session (or a group) on one worker. `deadline_s`: less time than the client's own.
 
         Raises:
             EngineRefused: the request itself is wrong.
@@ -122,40 +85,67 @@ class EngineClient:
         """
         self.running += 1
         try:
-            return await self._generate(prompt, sampling, rid, key)
+            return await self._generate(prompt, sampling, rid, key, min(self.deadline_s, deadline_s or self.deadline_s))
         finally:
             self.running -= 1
             self._cancelled.discard(rid)
 
-    async def _generate(self, prompt: Sequence[int], sampling: EngineSampling, rid: str, key: str) -> Completion:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        spans: list[VersionSpan] = []
+    async def _generate(
+        self, prompt: Prompt, sampling: EngineSampling, rid: str, key: str, deadline_s: float
+    ) -> Completion:
+        joined = Joined()
         cached, part = -1, 0
-        deadline = time.monotonic() + self.deadline_s
+        deadline = time.monotonic() + deadline_s
         while True:
-            left = sampling.max_new_tokens - len(ids)
+            left = sampling.max_new_tokens - len(joined.ids)
             part_rid = rid if part == 0 else f"{rid[:-4]}{part:04x}"
-            body = _request([*prompt, *ids], sampling, part_rid, left, len(ids))
+            body = request_body(prompt.and_then(joined.ids), sampling, part_rid, left, len(joined.ids))
             meta = await self._post_generate(body, key, deadline)
-            _check(meta)
-            if any(not (isinstance(lp, float) and np.isfinite(lp)) for lp, _, _ in meta.output_token_logprobs):
-                raise EngineError(f"the engine returned a logprob that is not finite for {part_rid}")
-            for span in meta.weight_versions or [_Span(meta.weight_version, 0, meta.completion_tokens)]:
-                _append_span(spans, version_of(span.version), len(ids) + span.start, len(ids) + span.end)
-            logprobs += [lp for lp, _, _ in meta.output_token_logprobs]
-            ids += [token for _, token, _ in meta.output_token_logprobs]
+            joined.add(meta, part_rid)
             cached = meta.cached_tokens if cached < 0 else cached
             reason = str(meta.finish_reason.get("type", "stop"))
+            if part and (crossing := self._stop_across(joined.ids, sampling.stop)) is not None:
+                return joined.completion("stop", cached, meta, crossing)
             if reason != "abort" or rid in self._cancelled:
-                return Completion(tuple(ids), tuple(logprobs), reason, tuple(spans), cached, _experts(meta))
-            if len(ids) >= sampling.max_new_tokens:
-                return Completion(tuple(ids), tuple(logprobs), "length", tuple(spans), cached, _experts(meta))
+                return joined.completion(reason, cached, meta)
+            if left <= meta.completion_tokens:
+                return joined.completion("length", cached, meta)
             if time.monotonic() > deadline:
                 raise EngineError(f"request {rid} was aborted {part + 1} times and its deadline is over")
             part += 1
 
-    async def _post_generate(self, body: bytes, key: str, deadline: float) -> _Meta:
+    def _stop_across(self, ids: Sequence[int], stop: tuple[str, ...]) -> tuple[str, int] | None:
+        """A stop text that an engine could not see, since an abort cut it in two: the text, and how many ids complete it."""
+        if not stop or self.decode is None:
+            return None
+        text = self.decode(ids)
+        found = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=None)
+        if found is None:
+            return None
+        low, high = 1, len(ids)
+        while low < high:  # the fewest ids whose text holds it
+            middle = (low + high) // 2
+            low, high = (low, middle) if found[1] in self.decode(ids[:middle]) else (middle + 1, high)
+        return found[1], low
+
+    async def freeze(self) -> None:
+        """Takes every request off the engines: what they sampled is kept, and new ones wait, until `thaw`.
+
+        Raises:
+            EngineError: a worker did not obey; nothing is held back then.
+        """
+        self.gate.clear()
+        try:
+            await self.control("/abort_request", {"abort_all": True})
+        except EngineError:
+            self.gate.set()
+            raise
+
+    def thaw(self) -> None:
+        """Lets requests go on, from prompt and partial completion, with what was left of their budget."""
+        self.gate.set()
+
+    async def _post_generate(self, body: bytes, key: str, deadline: float) -> Meta:
         try:
             await asyncio.wait_for(self.gate.wait(), max(deadline - time.monotonic(), 0.0))
         except TimeoutError:
@@ -166,10 +156,7 @@ class EngineClient:
         finally:
             self.on_wire -= 1
             self.idle.notify()
-        try:
-            return _decode(raw).meta_info
-        except msgspec.DecodeError as error:
-            raise EngineError(f"the engine's answer to /generate is not understood: {error}") from None
+        return read_answer(raw)
 
     async def _post(self, url: str, body: bytes, headers: dict[str, str], deadline: float) -> bytes:
         """POST with retries of faults. 400 is the request's own fault and never repeated."""
@@ -236,54 +223,12 @@ class EngineClient:
             EngineError: what is wrong with it.
         """
         sampling = EngineSampling(1.0, 4, tuple(stop_ids))
-        done = await self.generate(prompt, sampling, rid="0" * 32, key="probe")
+        done = await self.generate(Prompt.of(prompt), sampling, rid="0" * 32, key="probe")
         (info, *_) = await self.info()
         vocab = int(info.get("vocab_size", 0))
         uniform = -np.log(vocab) if vocab else None
         if uniform is not None and all(abs(lp - uniform) < 1e-4 for lp in done.logprobs):
             raise EngineError("the engine's logprobs are uniform: its output layer was not loaded (tied embeddings?)")
-
-
-def _request(ids: list[int], sampling: EngineSampling, rid: str, left: int, done: int) -> bytes:
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "max_new_tokens": left,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "no_stop_trim": True,
-        "skip_special_tokens": False,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    body: dict[str, Any] = {"input_ids": ids, "rid": rid, "return_logprob": True, "sampling_params": params}
-    if sampling.routed_experts:
-        body["return_routed_experts"] = True
-    if forced := sampling.forced_ids[done:]:
-        body["forced_ids"] = list(forced)
-    return orjson.dumps(body)
-
-
-def _check(meta: _Meta) -> None:
-    if len(meta.output_token_logprobs) != meta.completion_tokens:
-        raise EngineError(
-            f"the engine says {meta.completion_tokens} tokens but gives {len(meta.output_token_logprobs)} ids with logprobs"
-        )
-
-
-def _append_span(spans: list[VersionSpan], version: int, start: int, end: int) -> None:
-    if start == end:
-        return
-    if spans and spans[-1].version == version and spans[-1].end == start:
-        spans[-1] = VersionSpan(version, spans[-1].start, end)
-    else:
-        spans.append(VersionSpan(version, start, end))
-
-
-def _experts(meta: _Meta) -> I16 | None:
-    if meta.routed_experts is None:
-        return None
-    if meta.routed_experts_shape is None:
-        raise EngineError("the engine gives routed experts without their shape: its element type is not known")
-    return np.frombuffer(base64.b64decode(meta.routed_experts), dtype=np.int16).reshape(meta.routed_experts_shape)
 
 
 def _json(raw: bytes) -> dict[str, Any]:

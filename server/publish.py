@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 
 from palestra.server.buffer.embedded import EmbeddedBuffer
-from palestra.server.engine import EngineClient, version_of
+from palestra.server.engine import EngineClient
+from palestra.server.engine_wire import version_of
 from palestra.server.types import EngineError, PublishMode, SessionError
 
 

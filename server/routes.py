@@ -9,17 +9,16 @@ import asyncio
 import hmac
 from typing import Any
 
-import msgspec
 import orjson
 from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from palestra.server.buffer.codec import encode_group, join_blobs
-from palestra.server.gateway.session import SessionLimits
-from palestra.server.gateway.wire import error_body, read_chat
+from palestra.server.gateway.endpoint import key_of, read_body
+from palestra.server.gateway.types import status_of
 from palestra.server.service import RolloutService
-from palestra.server.store.types import SessionOutcome, SessionRecord
-from palestra.server.types import EngineError, RenderError, SessionError, StoreError
+from palestra.server.types import ServerError, SessionError
 
 control = APIRouter()
 
@@ -35,18 +34,12 @@ def reply(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
 
 
-def bearer(request: Request) -> str | None:
-    """The key of a request: `Authorization: Bearer`, or `x-api-key`."""
-    header = request.headers.get("authorization", "")
-    return header[7:] if header[:7].lower() == "bearer " else request.headers.get("x-api-key")
-
-
 def require_admin(request: Request) -> None:
     """Raises:
     SessionError: 401 without the admin token.
     """
     token: str = request.app.state.admin_token
-    if not hmac.compare_digest((bearer(request) or "").encode(), token.encode()):
+    if not hmac.compare_digest((key_of(dict(request.headers.raw)) or "").encode(), token.encode()):
         raise SessionError("this route needs the admin token", 401, "invalid_api_key")
 
 
@@ -57,7 +50,7 @@ async def body_of(request: Request) -> dict[str, Any]:
         SessionError: 400 where it is none.
     """
     try:
-        value = orjson.loads(await request.body() or b"{}")
+        value = orjson.loads(await read_body(request.receive, dict(request.headers.raw)) or b"{}")
     except orjson.JSONDecodeError as error:
         raise SessionError(f"request body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -77,21 +70,6 @@ def field(body: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any
     return value
 
 
-async def chat(request: Request) -> Response:
-    """POST /v1/chat/completions, and the same below /sessions/{part}."""
-    service = service_of(request)
-    part = request.path_params.get("part")
-    key = bearer(request)
-    session = service.sessions.by_key(key) if part is None else service.sessions.by_path(part, key)
-    asked = read_chat(await request.body())
-    request_id = request.headers.get("x-request-id")
-    done = await service.gateway.reply(session, asked, request_id)
-    if request_id is None and await request.is_disconnected():
-        # Without an id a repeated call cannot be told from a new one, so this turn must not count beside it.
-        await service.gateway.undelivered(session, int(done["id"].rpartition("-")[2]))
-    return reply(done)
-
-
 async def models(request: Request) -> Response:
     """GET /v1/models."""
     name = service_of(request).settings.model
@@ -108,48 +86,6 @@ async def health(request: Request) -> Response:
 async def status(request: Request) -> Response:
     """What goes on, and who waits for whom."""
     return reply(service_of(request).status())
-
-
-@control.post("/v1/sessions")
-async def open_session(request: Request) -> Response:
-    """Opens a session; its key and URLs come back."""
-    require_admin(request)
-    service, body = service_of(request), await body_of(request)
-    record = SessionRecord(
-        rollout_id=field(body, "rollout_id", str),
-        attempt=field(body, "attempt", int),
-        group_id=field(body, "group_id", str),
-        task_id=field(body, "task_id", str),
-        index=field(body, "index", int),
-    )
-    try:
-        limits = msgspec.convert(body["limits"], SessionLimits) if "limits" in body else None
-    except msgspec.ValidationError as error:
-        raise SessionError(f"limits: {error}") from None
-    session = await service.open_session(record, limits)
-    base = f"{request.url.scheme}://{request.url.netloc}"
-    return reply(
-        {
-            "rollout_id": record.rollout_id,
-            "attempt": record.attempt,
-            "api_key": session.key,
-            "base_url": f"{base}/v1",
-            "session_url": f"{base}/sessions/{record.rollout_id}/v1",
-        }
-    )
-
-
-@control.post("/v1/sessions/{rollout_id}/close")
-async def close_session(request: Request, rollout_id: str) -> Response:
-    """Ends a session with its outcome."""
-    require_admin(request)
-    body = await body_of(request)
-    try:
-        outcome = msgspec.convert(body.get("outcome"), SessionOutcome)
-    except msgspec.ValidationError as error:
-        raise SessionError(f"outcome: {error}") from None
-    await service_of(request).close_session(rollout_id, field(body, "attempt", int), outcome)
-    return reply({"closed": True})
 
 
 @control.post("/admin/worker")
@@ -234,6 +170,22 @@ async def restore(request: Request) -> Response:
     return reply({"next_version": version})
 
 
+@control.post("/admin/freeze")
+async def freeze(request: Request) -> Response:
+    """Takes all requests off the engines until /admin/thaw; callers wait."""
+    require_admin(request)
+    await service_of(request).engine.freeze()
+    return reply({"ok": True})
+
+
+@control.post("/admin/thaw")
+async def thaw(request: Request) -> Response:
+    """Lets them go on."""
+    require_admin(request)
+    service_of(request).engine.thaw()
+    return reply({"ok": True})
+
+
 @control.post("/admin/publish/begin")
 async def publish_begin(request: Request) -> Response:
     """Holds generation for new weights."""
@@ -286,12 +238,15 @@ async def ledger(request: Request) -> Response:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Every error of ours as OpenAI's clients read it; the status says whose fault it is."""
-    if isinstance(error, SessionError):
-        return reply(error_body(str(error), error.code), error.status)
-    if isinstance(error, RenderError):
-        return reply(error_body(str(error), "cannot_render"), 400)
-    if isinstance(error, EngineError):
-        return reply(error_body(str(error), "engine_unavailable", "server_error"), 503)
-    if isinstance(error, StoreError):
-        return reply(error_body(str(error), "store_failed", "server_error"), 507)
-    return reply(error_body(f"{type(error).__name__}: {error}", "internal_error", "server_error"), 500)
+    status, code = status_of(error) if isinstance(error, ServerError) else (500, "internal_error")
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    said = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
+    return reply({"error": {"message": said, "type": kind, "code": code, "param": None}}, status)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """A path or method that does not exist."""
+    assert isinstance(error, HTTPException), "registered for these alone"
+    said = f"{error.detail}: {request.method} {request.url.path}"
+    body = {"error": {"message": said, "type": "invalid_request_error", "code": "not_found", "param": None}}
+    return Response(orjson.dumps(body), error.status_code, dict(error.headers or {}), "application/json")

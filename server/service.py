@@ -7,7 +7,6 @@ In: calls of the routes. Out: their results. It owns the turn log and the buffer
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,17 @@ from typing import Any
 
 from palestra.server.buffer.embedded import EmbeddedBuffer
 from palestra.server.engine import EngineClient
-from palestra.server.gateway.chat import ChatGateway
-from palestra.server.gateway.session import Session, SessionLimits, SessionTable
+from palestra.server.gateway.calls import CallDesk
+from palestra.server.gateway.opening import SessionDesk
+from palestra.server.gateway.session import SessionLimits, SessionTable
+from palestra.server.gateway.turns import TurnCore
 from palestra.server.ledger import read_ledger
 from palestra.server.plan.book import Assignment
 from palestra.server.plan.plan import Plan, PlanSettings
 from palestra.server.publish import Publisher
-from palestra.server.renderer.base import Renderer
+from palestra.server.renderer.types import Renderer
 from palestra.server.signal import Signal
 from palestra.server.store.turnlog import TurnLog
-from palestra.server.store.types import SessionOutcome, SessionRecord
 from palestra.server.types import LeaseLost, PublishMode, SessionError, TrajectoryGroup
 
 
@@ -45,6 +45,8 @@ class ServiceSettings:
     deadline_s: float
     tasks: Sequence[Mapping[str, Any]] | None = None
     """Tasks of a file; None: the workers' environment has its own."""
+    agent_key: str | None = None
+    """Opens the model routes of any session that a request names beside it; None: there is no such key."""
 
 
 class RolloutService:
@@ -56,10 +58,14 @@ class RolloutService:
         self.log = TurnLog(settings.store)
         self.buffer = EmbeddedBuffer(settings.store)
         self.plan = Plan(settings.plan, self.log, self.buffer, self.signal)
-        self.engine = EngineClient(settings.engine_url, deadline_s=settings.deadline_s)
-        self.sessions = SessionTable()
-        self.gateway = ChatGateway(renderer, self.engine, self.log, settings.model, self.plan.metrics.add_turn)
+        self.engine = EngineClient(settings.engine_url, deadline_s=settings.deadline_s, decode=renderer.codec.decode)
+        self.sessions = SessionTable(settings.agent_key)
+        self.core = TurnCore(renderer, self.engine, self.log, settings.model, self.plan.metrics.add_turn)
+        self.calls = CallDesk(self.core.run, self.engine.cancel)
+        self.desk = SessionDesk(self.log, self.plan, self.sessions, self.calls, settings.limits, renderer.codec)
         self.publisher = Publisher(self.engine, self.buffer, settings.update_mode, settings.deadline_s)
+        self.base_url = ""
+        """Where agents reach the model routes; "": where the opener of a session reached us."""
         self._trainer_waits: tuple[float, int] | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -70,22 +76,23 @@ class RolloutService:
             EngineError: the engine is unfit or does not answer.
         """
         await self.engine.open()
-        await self.engine.probe(self.renderer.render([{"role": "user", "content": "Hello"}]), self.renderer.stop_ids)
+        prompt = self.renderer.render([{"role": "user", "content": "Hello"}])
+        await self.engine.probe(prompt.ids, self.renderer.stop_ids)
         if self.settings.tasks is not None:
             self.plan.set_source(len(self.settings.tasks), self.settings.tasks)
         await self.plan.recover()
+        self.desk.recover()
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def _sweep(self) -> None:
         """Looks for rollouts whose worker is gone, so that no group waits for ever."""
         while True:
             await asyncio.sleep(5.0)
+            await self.desk.expire()
             for rollout_id, attempt in await self.plan.expire():
-                with contextlib.suppress(SessionError):  # the worker may have died before it opened the session
-                    session = self.sessions.by_id(rollout_id, attempt)
-                    session.closed = True
-                    self.sessions.remove(session)
-                    await self.log.discard_session(rollout_id, attempt, "worker_lost")
+                # The worker may have died before it opened the session.
+                if self.sessions.has(rollout_id, attempt):
+                    await self.desk.discard(rollout_id, attempt, "worker_lost")
 
     async def close(self) -> None:
         """Lets go of the engine and the files; everything submitted is durable then."""
@@ -94,33 +101,6 @@ class RolloutService:
         await self.engine.close()
         await self.log.close()
         self.buffer.close()
-
-    async def open_session(self, record: SessionRecord, limits: SessionLimits | None = None) -> Session:
-        """A new session, durable before its key is known.
-
-        Raises:
-            SessionError: 409 where it was opened before.
-        """
-        await self.log.open_session(record)
-        return self.sessions.add(record, limits or self.settings.limits)
-
-    async def close_session(self, rollout_id: str, attempt: int, outcome: SessionOutcome) -> None:
-        """Ends a session; what still runs for it is aborted. Repeating it changes nothing.
-
-        Raises:
-            SessionError: 404 for a session that never was.
-        """
-        try:
-            session = self.sessions.by_id(rollout_id, attempt)
-        except SessionError:
-            await self.log.close_session(rollout_id, attempt, outcome)
-            return
-        session.closed = True
-        for rid in list(session.running):
-            await self.engine.cancel(rid)
-        self.sessions.remove(session)
-        await self.log.close_session(rollout_id, attempt, outcome)
-        await self.plan.ended(session.record, outcome)
 
     async def work(self, wait_s: float) -> Assignment | None:
         """The next assignment for a worker, waiting up to `wait_s` for one."""

@@ -111,6 +111,12 @@ class Completion:
     """Prompt tokens whose cache was reused."""
     routed_experts: I16 | None = None
     """[prompt + completion - 1, layers, topk], where the engine was asked for them."""
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+    """Per token the likeliest (logprob, id) at its place, where they were asked for."""
+    stop_text: str | None = None
+    """The stop text that ended it; its tokens are in token_ids."""
+    kept: int = -1
+    """How many of token_ids are the reply, where an engine sampled past a stop text that an abort had cut in two; -1: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,12 @@ class Turn:
     temperature: float
     fork_reason: str | None = None
     """Why a branch was started although the session already had turns."""
+    ill_formed: str | None = None
+    """Why a tool call in it could not be read; None where there is none or it could."""
+    tools: str = ""
+    """The tools that the prompt lists, as canonical JSON; only where parent is None, those after it have the same."""
+    opened: int = 0
+    """Trailing ids of prompt_delta that belong to the assistant's turn already: an open think block, the opening of a forced call."""
     cached_tokens: int = 0
     delivered: bool = True
     """False where the caller was gone before the reply left: it is never trained."""

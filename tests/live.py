@@ -18,7 +18,7 @@ import httpx2 as httpx
 from palestra.server.app import bind, build_app
 from palestra.server.gateway.session import SessionLimits
 from palestra.server.plan.plan import PlanSettings
-from palestra.server.renderer.families import load_renderer
+from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 from palestra.server.types import PublishMode
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palestra.server.engine import EngineClient, EngineSampling, version_of
+from palestra.server.engine import EngineClient
+from palestra.server.engine_wire import EngineSampling, Prompt, version_of
 from palestra.server.types import EngineError, EngineRefused, VersionSpan
 from tests.live import engine_process
 
@@ -60,7 +61,7 @@ def test_wire_versions() -> None:
 
 
 async def test_ids_logprobs_and_version_of_one_request(client: EngineClient) -> None:
-    done = await client.generate(PROMPT, EngineSampling(0.7, 12, ()), rid=rid(), key="k")
+    done = await client.generate(Prompt.of(PROMPT), EngineSampling(0.7, 12, ()), rid=rid(), key="k")
     assert len(done.token_ids) == len(done.logprobs) == 12
     assert done.finish_reason == "length"
     assert all(lp <= 0 for lp in done.logprobs)
@@ -70,7 +71,7 @@ async def test_ids_logprobs_and_version_of_one_request(client: EngineClient) -> 
 
 async def test_routed_experts_have_a_row_per_token_but_the_last(client: EngineClient) -> None:
     sampling = EngineSampling(1.0, 5, (), routed_experts=True)
-    done = await client.generate(PROMPT, sampling, rid=rid(), key="k")
+    done = await client.generate(Prompt.of(PROMPT), sampling, rid=rid(), key="k")
     assert done.routed_experts is not None
     assert done.routed_experts.shape == (len(PROMPT) + 4, 2, 2)
     assert set(np.unique(done.routed_experts)) <= set(range(4))
@@ -81,7 +82,7 @@ async def test_an_abort_from_elsewhere_goes_on_with_what_there_is(client: Engine
     forced = tuple(np.random.default_rng(0).integers(20, 400, 400).tolist())
     before = (await client.info())[0]["weight_version"]
     task = asyncio.create_task(
-        client.generate(PROMPT, EngineSampling(1.0, 400, (), forced_ids=forced), rid=rid(), key="k")
+        client.generate(Prompt.of(PROMPT), EngineSampling(1.0, 400, (), forced_ids=forced), rid=rid(), key="k")
     )
     await running(client)
     await client.control("/pause_generation", {"mode": "abort"})
@@ -99,7 +100,7 @@ async def test_an_abort_from_elsewhere_goes_on_with_what_there_is(client: Engine
 
 async def test_cancel_returns_the_partial(client: EngineClient) -> None:
     request = rid()
-    task = asyncio.create_task(client.generate(PROMPT, LONG, rid=request, key="k"))
+    task = asyncio.create_task(client.generate(Prompt.of(PROMPT), LONG, rid=request, key="k"))
     await running(client)
     await client.cancel(request)
     done = await task
@@ -110,7 +111,7 @@ async def test_cancel_returns_the_partial(client: EngineClient) -> None:
 async def test_a_refusal_is_not_repeated(client: EngineClient) -> None:
     before = client.faults
     with pytest.raises(EngineRefused, match="1024"):
-        await client.generate([20] * 2000, LONG, rid=rid(), key="k")
+        await client.generate(Prompt.of([20] * 2000), LONG, rid=rid(), key="k")
     assert client.faults == before
 
 
@@ -122,7 +123,7 @@ async def test_an_engine_that_is_not_there_is_a_fault_within_its_deadline() -> N
     await client.open()
     try:
         with pytest.raises(EngineError, match="did not answer"):
-            await client.generate(PROMPT, LONG, rid=rid(), key="k")
+            await client.generate(Prompt.of(PROMPT), LONG, rid=rid(), key="k")
         assert client.faults > 1
     finally:
         await client.close()

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from palestra.server.ledger import read_ledger
-from palestra.server.renderer.families import Qwen3Renderer, load_renderer
+from palestra.server.renderer.families.qwen import Qwen3Renderer
+from palestra.server.renderer.registry import load_renderer
 from palestra.server.rows import trajectory_rows
 from palestra.server.types import TokenSource
 from tests.live import LiveService, settings, wait_for

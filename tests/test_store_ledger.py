@@ -79,7 +79,7 @@ class Run:
             if delivered:
                 kept.append(index)
             else:
-                await self.log.mark_undelivered(record.rollout_id, record.attempt, index)
+                await self.log.mark_delivered(record.rollout_id, record.attempt, index, False)
 
     async def play_group(self, group_id: str) -> None:
         rng = self.rng

@@ -81,8 +81,8 @@ async def test_sessions_and_groups(log: TurnLog) -> None:
         await log.open_session(record(f"r{i}", index=i))
     await log.append_turn("r0", 0, turn(0, None, [1], [10, 11]))
     await log.append_turn("r0", 0, turn(1, 0, [2], [12]))
-    await log.mark_undelivered("r0", 0, 1)
-    await log.mark_undelivered("r0", 0, 1)
+    await log.mark_delivered("r0", 0, 1, False)
+    await log.mark_delivered("r0", 0, 1, False)
     outcome = SessionOutcome(0.5, {"right": 0.5}, (None, 0.5), "answer", False, True, None, {"messages": [1]})
     assert await log.close_session("r0", 0, outcome)
     assert not await log.close_session("r0", 0, SessionOutcome(1.0)), "the first end stands"
@@ -120,7 +120,7 @@ async def test_refusals_name_the_session_and_spare_their_neighbours(log: TurnLog
         log.append_turn("r1", 0, turn(0, None, [1], [10])),
         log.append_turn("r1", 0, turn(0, None, [1], [11])),
         log.close_session("nobody", 0, SessionOutcome(1.0)),
-        log.mark_undelivered("r1", 0, 9),
+        log.mark_delivered("r1", 0, 9, False),
         log.add_event("nobody", 0, "retry", {}),
         log.append_turn("r1", 0, turn(1, 0, [1], [12])),
         return_exceptions=True,

@@ -9,7 +9,7 @@ from palestra.envs.tasks import read_tasks, task_to_json
 from palestra.server.app import bind, build_app, serve
 from palestra.server.gateway.session import SessionLimits
 from palestra.server.plan.plan import PlanSettings
-from palestra.server.renderer.families import load_renderer
+from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 
 

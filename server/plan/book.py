@@ -37,6 +37,8 @@ class OpenGroup:
     seed: int
     slots: list[RolloutSlot]
     task_id: str = ""
+    outside: bool = False
+    """Opened by somebody else than the plan: nothing of it is handed out, and it counts for no schedule."""
     opened_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -75,6 +77,11 @@ class GroupBook:
         group = self.groups[group_id] = OpenGroup(group_id, task, seed, slots)
         self._queue.append(Assignment(group_id, size, tuple(range(size)), attempt, task, seed))
         return group
+
+    def adopt(self, group_id: str, task: Any, size: int) -> OpenGroup:
+        """A group that others play, known from now on."""
+        slots = [RolloutSlot(i) for i in range(size)]
+        return self.groups.setdefault(group_id, OpenGroup(group_id, task, 0, slots, outside=True))
 
     def take(self) -> Assignment | None:
         """The next assignment, oldest first; None where nothing waits."""

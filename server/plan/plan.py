@@ -8,6 +8,8 @@ rebuilds the rest from them.
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,9 @@ from palestra.server.rows import group_of
 from palestra.server.signal import Signal
 from palestra.server.store.turnlog import TurnLog
 from palestra.server.store.types import GroupRecord, SessionOutcome, SessionRecord, SessionState, StoredSession
-from palestra.server.types import GroupState, TrajectoryGroup
+from palestra.server.types import GroupState, SessionError, TrajectoryGroup
+
+_PLANNED = re.compile(r"g\d{6,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,17 @@ class Plan:
     async def recover(self) -> None:
         """After a restart: complete groups are handed on, the others are played again from the start, their sessions discarded."""
         groups = self.log.reader.read_groups()
-        self._draws = 1 + max((int(g.group_id[1:]) for g in groups), default=-1)
+        planned = [int(g.group_id[1:]) for g in groups if _PLANNED.fullmatch(g.group_id)]
+        self._draws = 1 + max(planned, default=-1)
         for record in groups:
             if record.state is not GroupState.OPEN:
                 continue
             sessions = self.log.reader.read_sessions(group_id=record.group_id)
+            if any(session.record.meta.get("external") for session in sessions):
+                group = self._readopt(record, sessions)
+                if group.complete:
+                    await self._finish(group)
+                continue
             final = _final_outcomes(sessions, record.size)
             if final is None:
                 await self._replay(record, sessions)
@@ -95,10 +105,60 @@ class Plan:
         await self.log.update_group(record.group_id, attempt=attempt)
         self.book.open(record.group_id, record.task, record.seed, record.size, attempt)
 
+    def is_planned(self, group_id: str) -> bool:
+        """Whether the plan itself opened this group."""
+        group = self.book.groups.get(group_id)
+        return group is not None and not group.outside
+
+    async def adopt(self, group_id: str, size: int, index: int | None, attempt: int, task: Any) -> int:
+        """A place for a session in an outside group, which is handed on once all of its sessions have ended. Returns the session's index.
+
+        Raises:
+            SessionError: 400 for a size that is none or another one than before; 409 where the group is complete, or the index taken.
+        """
+        if not 1 <= size <= 4096:
+            raise SessionError(f"group_size is {size}, it must be 1 to 4096")
+        group = self.book.groups.get(group_id)
+        if group is None:
+            if any(record.group_id == group_id for record in self.log.reader.read_groups()):
+                raise SessionError(f"group {group_id} is complete", 409, "group_complete")
+            group = self.book.adopt(group_id, task, size)
+        if len(group.slots) != size:
+            raise SessionError(f"group {group_id} has {len(group.slots)} rollouts, not {size}")
+        free = [s.index for s in group.slots if s.started_at is None or (s.outcome is None and s.attempt < attempt)]
+        if index is not None and not 0 <= index < size:
+            raise SessionError(f"index {index} is not within a group of {size}")
+        if not free or (index is not None and index not in free):
+            raise SessionError(f"group {group_id} has this session, or all of its {size}", 409, "group_complete")
+        slot = group.slots[free[0] if index is None else index]
+        slot.started_at, slot.attempt = time.monotonic(), attempt
+        await self.log.put_group(GroupRecord(group_id, task, 0, size))
+        return slot.index
+
+    def vacate(self, group_id: str, index: int) -> None:
+        """The session for which a place was taken was never opened."""
+        if (group := self.book.groups.get(group_id)) is not None:
+            group.slots[index].started_at = None
+
+    def _readopt(self, record: GroupRecord, sessions: Sequence[StoredSession]) -> OpenGroup:
+        """An outside group as it stood before a restart: its sessions go on."""
+        group = self.book.adopt(record.group_id, record.task, record.size)
+        for session in sessions:
+            slot = group.slots[session.record.index]
+            slot.started_at, slot.attempt = time.monotonic(), session.record.attempt
+            if session.state is not SessionState.OPEN:
+                slot.outcome = session.outcome or SessionOutcome(None, stop_reason=session.discard_reason or "")
+            group.task_id = session.record.task_id
+        return group
+
     def load(self) -> Load:
         """Groups that are not finished with."""
         counts = self.buffer.counts()
-        return Load(len(self.book.groups), counts.get("ready", 0), counts.get("claimed", 0))
+        return Load(
+            sum(not group.outside for group in self.book.groups.values()),
+            counts.get("ready", 0),
+            counts.get("claimed", 0),
+        )
 
     def room(self) -> int:
         """Groups that may be opened now."""
@@ -133,7 +193,8 @@ class Plan:
 
     async def expire(self) -> list[tuple[str, int]]:
         """Gives up rollouts whose worker never came back: a fault, played again while retries are left. Returns (rollout id, attempt)."""
-        lost = self.book.overdue(self.settings.rollout_deadline_s)
+        # Outside sessions have deadlines of their own.
+        lost = [entry for entry in self.book.overdue(self.settings.rollout_deadline_s) if self.is_planned(entry[0])]
         for group_id, index, attempt in lost:
             error = f"no worker ended it within {self.settings.rollout_deadline_s:.0f} s"
             record = SessionRecord(f"{group_id}-{index}", attempt, group_id, self.book.groups[group_id].task_id, index)
@@ -150,8 +211,9 @@ class Plan:
 
     async def _finish(self, group: OpenGroup) -> None:
         """A complete group: rows, filter, buffer."""
+        names = self._rollout_names(group)
         trajectories = [
-            await asyncio.to_thread(self.log.reader.read_trajectory, f"{group.group_id}-{slot.index}", slot.attempt)
+            await asyncio.to_thread(self.log.reader.read_trajectory, names[slot.index], slot.attempt)
             for slot in group.slots
             if slot.outcome is not None and slot.outcome.reward is not None
         ]
@@ -166,6 +228,13 @@ class Plan:
         self.metrics.add_group([slot.outcome for slot in group.slots if slot.outcome is not None], reason)
         self.book.close(group.group_id)
         self.signal.notify()
+
+    def _rollout_names(self, group: OpenGroup) -> dict[int, str]:
+        """Index -> rollout id: the plan's own follow from the group's, others are as their opener said."""
+        if not group.outside:
+            return {slot.index: f"{group.group_id}-{slot.index}" for slot in group.slots}
+        sessions = self.log.reader.read_sessions(group_id=group.group_id)
+        return {session.record.index: session.record.rollout_id for session in sessions}
 
     def _drop_reason(self, group: TrajectoryGroup) -> str | None:
         if not group.samples:

@@ -7,6 +7,7 @@ wrote goes through a tokenizer that knows no added token, so the text `<|im_end|
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,15 @@ BREAK: Final = Break()
 Piece = int | str | Break
 
 
+def without_surrogates(text: str) -> str:
+    """Text that UTF-8 can carry: pairs of surrogates are joined, lone ones become U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 class TokenCodec:
     """One model's tokenizer, split into its special ids and its plain text."""
 
@@ -34,8 +44,11 @@ class TokenCodec:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text)
         self._full = Tokenizer.from_str(text)
+        self._byte_level = "ByteLevel" in json.dumps(data.get("decoder"))
         self.special: dict[str, int] = {entry["content"]: entry["id"] for entry in data.get("added_tokens", [])}
         self._special_text = {token: name for name, token in self.special.items()}
+        names = sorted(self.special, key=len, reverse=True)
+        self._special_names = re.compile("|".join(f"({re.escape(name)})" for name in names) or r"(?!)")
         self._plain = Tokenizer.from_str(json.dumps({**data, "added_tokens": [], "post_processor": None}))
 
     @property
@@ -55,8 +68,19 @@ class TokenCodec:
             raise RenderError(f"the tokenizer has no token {text!r}") from None
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text; special tokens in it are spelled out."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
+        """Ids of plain text; special tokens in it are spelled out. A lone surrogate, which JSON can carry and UTF-8 cannot, becomes
+        U+FFFD."""
+        return list(self._plain.encode(without_surrogates(text), add_special_tokens=False).ids) if text else []
+
+    def wording(self, text: str) -> list[Piece]:
+        """A format's own fixed wording as pieces: the special tokens that it spells become ids, as a chat template's do. Never for what a
+        person, a tool or a model wrote."""
+        pieces: list[Piece] = []
+        at = 0
+        for found in self._special_names.finditer(text):
+            pieces += [*([text[at : found.start()]] if found.start() > at else []), self.special[found[0]]]
+            at = found.end()
+        return [*pieces, text[at:]] if at < len(text) else pieces
 
     def encode(self, pieces: Iterable[Piece]) -> list[int]:
         """Ids of a list of pieces: neighbouring texts are joined before they are encoded, except across a BREAK."""
@@ -79,3 +103,20 @@ class TokenCodec:
     def token_text(self, token: int) -> str:
         """Text of one id, for the reader."""
         return self._special_text.get(token) or self.decode([token])
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one id: a part of a character, where the token is one. Exact for byte-level vocabularies, else those of its text."""
+        name = self._full.id_to_token(token)
+        if name is None or token in self._special_text or not self._byte_level:
+            return self.token_text(token).encode("utf-8", "replace")
+        return bytes(_BYTE_OF[char] for char in name if char in _BYTE_OF)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's letters: printable bytes stand for themselves, the others for the letters from U+0100 on, in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
+_BYTE_OF: Final = _byte_alphabet()

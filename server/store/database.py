@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from palestra.server.types import StoreError
@@ -25,6 +25,8 @@ class Schema:
 
     version: int
     statements: tuple[str, ...]
+    upgrades: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Per older version the statements that make it the next one."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -48,9 +50,11 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
         db.execute("pragma journal_mode=wal")
         db.execute("pragma synchronous=full")
         with transaction(db, path):
-            if _known_version(db, path, schema) == 0:
-                for statement in schema.statements:
-                    db.execute(statement)
+            found = _known_version(db, path, schema)
+            steps = [schema.statements] if found == 0 else [schema.upgrades[v] for v in range(found, schema.version)]
+            for statement in (statement for step in steps for statement in step):
+                db.execute(statement)
+            if steps:
                 db.execute(f"pragma user_version={schema.version}")
         sync_folder(path.parent)
     except StoreError:
@@ -91,6 +95,11 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
     if known == 0:
         db.close()
         raise StoreError(f"{path}: an empty database; the run ended before it stored anything")
+    if known < schema.version:
+        db.close()
+        raise StoreError(
+            f"{path}: written with schema {known}, an older one; going on with the run (--resume) brings it up to date"
+        )
     return db
 
 

@@ -14,7 +14,7 @@ from palestra.server.store.database import Schema
 TURNS_DB = "turns.db"
 
 SCHEMA = Schema(
-    version=1,
+    version=2,
     statements=(
         """create table groups (
             id integer primary key, group_id text not null unique, task blob not null, seed integer not null,
@@ -30,13 +30,14 @@ SCHEMA = Schema(
             tokens integer not null, delivered integer not null, close_tokens integer not null,
             cached_tokens integer not null, temperature real not null, finish_reason text not null, fork_reason text,
             at real not null, prompt blob not null, completion blob not null, logprobs blob not null,
-            spans blob not null, messages blob not null, experts_shape text, experts blob)""",
+            spans blob not null, messages blob not null, experts_shape text, experts blob, extra blob)""",
         "create unique index turns_of_session on turns (session, idx)",
         """create table events (
             id integer primary key, session integer not null, kind text not null, at real not null,
             data blob not null)""",
         "create index events_of_session on events (session)",
     ),
+    upgrades={1: ("alter table turns add column extra blob",)},
 )
 
 

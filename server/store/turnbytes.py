@@ -16,8 +16,10 @@ from palestra.server.types import I16, SampleError, Turn, VersionSpan
 
 COLUMNS = (
     "idx, parent, tokens, delivered, close_tokens, cached_tokens, temperature, finish_reason, fork_reason, at, prompt, "
-    "completion, logprobs, spans, messages, experts_shape, experts"
+    "completion, logprobs, spans, messages, experts_shape, experts, extra"
 )
+_EXTRA = {"tools": "", "opened": 0, "ill_formed": None}
+"""Fields that few turns have, in one column, and what they are where it says nothing."""
 
 
 _I2, _I4, _F4 = np.dtype("<i2"), np.dtype("<i4"), np.dtype("<f4")
@@ -64,13 +66,14 @@ def turn_values(turn: Turn, at: float) -> tuple[Any, ...]:
         dumps(turn.messages),
         None if experts is None else ",".join(map(str, experts.shape)),
         None if experts is None else np.asarray(experts, _I2).tobytes(),
+        dumps(extra) if (extra := {k: v for k, d in _EXTRA.items() if (v := getattr(turn, k)) != d}) else None,
     )
 
 
 def turn_of(row: tuple[Any, ...]) -> Turn:
     """The turn that `turn_values` wrote."""
     (index, parent, _, delivered, close, cached, temperature, finish, fork, _, *blobs) = row
-    prompt, completion, logprobs, spans, messages, shape, experts = blobs
+    prompt, completion, logprobs, spans, messages, shape, experts, extra = blobs
     return Turn(
         index=index,
         parent=parent,
@@ -86,6 +89,7 @@ def turn_of(row: tuple[Any, ...]) -> Turn:
         delivered=bool(delivered),
         messages=tuple(loads(messages)),
         routed_experts=None if experts is None else _experts(experts, shape),
+        **({} if extra is None else loads(extra)),
     )
 
 

@@ -96,7 +96,7 @@ class TurnLog:
             SampleError: at once, where ids, logprobs and version spans do not fit each other.
         """
         check_turn(turn)
-        check_text(turn.finish_reason, turn.fork_reason)
+        check_text(turn.finish_reason, turn.fork_reason, turn.ill_formed)
         key, at = (rollout_id, attempt), self._clock()
         values = (*turn_values(turn, at), rollout_id, attempt, int(not turn.delivered))
 
@@ -113,15 +113,15 @@ class TurnLog:
 
         return self._commit.submit(write)
 
-    def mark_undelivered(self, rollout_id: str, attempt: int, turn_index: int) -> asyncio.Future[None]:
-        """Notes that the reply of a turn never reached its caller: it is not trained. Repeating it does no harm."""
+    def mark_delivered(self, rollout_id: str, attempt: int, turn_index: int, delivered: bool) -> asyncio.Future[None]:
+        """Notes whether the reply of a turn reached its caller: one that did not is not trained. Repeating it does no harm."""
         key = (rollout_id, attempt)
 
         def write(db: sqlite3.Connection) -> None:
             changed = db.execute(
-                "update turns set delivered = 0 where idx = ? "
+                "update turns set delivered = ? where idx = ? "
                 "and session = (select id from sessions where rollout_id = ? and attempt = ?)",
-                (turn_index, *key),
+                (int(delivered), turn_index, *key),
             ).rowcount
             if not changed:
                 raise SessionError(f"session {_name(key)} has no turn {turn_index}", 404, "unknown_turn")

@@ -1,0 +1,1 @@
+"""Chat families, a module each."""
