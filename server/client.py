@@ -169,10 +169,12 @@ class ServiceClient:
         group_size: int | None = None,
         task: Any = None,
         task_id: str = "",
+        forced: Sequence[Sequence[int]] | None = None,
         **limits: Any,
     ) -> SessionHandle:
         """Opens a session; `limits` are fields of `SessionLimits` (max_turns, max_tokens, deadline_s, temperature, sampling ...). With a
-        group_size the group can be claimed once so many sessions of group_id were closed.
+        group_size the group can be claimed once so many sessions of group_id were closed. `forced`: a test's wish for an engine that was
+        started for it, the ids of the session's replies call by call.
 
         Raises:
             ServiceError: the service refused it.
@@ -184,6 +186,7 @@ class ServiceClient:
             "task": task,
             "task_id": task_id,
             "limits": limits,
+            **({} if forced is None else {"forced": [list(ids) for ids in forced]}),
         }
         return _handle_of(self._json("POST", "/v1/sessions", body, retry=False))
 

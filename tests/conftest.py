@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tokenizers
 from tests.live import engine_process
 from tests.tiny import make_tiny_moe
 
@@ -22,3 +23,27 @@ def tiny_engine(tiny_moe: Path) -> Iterator[str]:
     """The URL of an embedded engine on `tiny_moe`, which accepts forced ids."""
     with engine_process(tiny_moe, "--context-length", "1024", "--allow-forced-ids") as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def qwen_folder() -> Path:
+    """Qwen3's tokenizer; shared, so not to be written to."""
+    return tokenizers.cached(tokenizers.qwen_folder)
+
+
+@pytest.fixture(scope="session")
+def deepseek_folder() -> Path:
+    """DeepSeek-V3's tokenizer; shared, so not to be written to."""
+    return tokenizers.cached(tokenizers.deepseek_folder)
+
+
+@pytest.fixture(scope="session")
+def mistral_folder() -> Path:
+    """Mistral's tekken tokenizer; shared, so not to be written to."""
+    return tokenizers.cached(tokenizers.mistral_folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2's tokenizer and chat template, without weights; shared, so not to be written to."""
+    return tokenizers.cached(tokenizers.smollm2_folder)

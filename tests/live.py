@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import uvloop
 
 from palestra.server.app import bind, build_app
 from palestra.server.gateway.session import SessionLimits
@@ -97,9 +99,14 @@ class LiveService:
         self._socket = bind("127.0.0.1", 0)
         app = build_app(self.service, TOKEN)
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), daemon=True)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve(sockets=[self._socket])
 
     def __enter__(self) -> LiveService:
         self._thread.start()
@@ -111,6 +118,11 @@ class LiveService:
         self._server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine on the service's own loop."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def admin(self, method: str, path: str, body: Any = None) -> Any:
         """One control call; AssertionError unless it is answered with 200."""

@@ -39,6 +39,7 @@ _ERRORS = {
     "408": "No answer within the deadline; it can be asked again.",
     "409": "The session is closed, or was opened before.",
     "413": "The body is too large.",
+    "415": "The body is compressed, which is not understood.",
     "500": "A fault of the service.",
     "503": "The engine cannot be reached; it can be asked again.",
     "507": "The run's store cannot write.",

@@ -51,6 +51,8 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True):
     sampling: str | None = None
     """Short for limits.sampling."""
     meta: dict[str, Any] | None = None
+    forced: list[list[int]] | None = None
+    """A test's wish: the ids of the session's replies, call by call. Engines refuse it unless they were started for it."""
 
 
 class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,7 +107,7 @@ class SessionDesk:
             meta={"date": date} if planned else self._outside_meta(asked, limits, key, date),
         )
         record = await self._store(record, None if planned else asked.group_size, asked)
-        session = Session(record, limits, digest_of(key), date=date)
+        session = Session(record, limits, digest_of(key), date=date, forced=tuple(map(tuple, asked.forced or ())))
         self.table.add(session)
         return session, key
 

@@ -85,6 +85,8 @@ class Session:
     opened_at: float = field(default_factory=time.monotonic)
     calls: dict[str, Call] = field(default_factory=dict)
     """Calls that run, or ended a short while ago, by the name under which a repetition finds them."""
+    forced: tuple[tuple[int, ...], ...] = ()
+    """A test's wish: ids of its replies, call by call."""
     tools: dict[bytes, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
     """Tools that its requests listed: raw bytes -> canonical text and value."""
 

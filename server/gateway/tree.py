@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from palestra.server.engine_wire import Prompt
-from palestra.server.gateway.dialects.reading import check_messages
+from palestra.server.gateway.dialects.reading import check_messages, check_tools
 from palestra.server.renderer.text import text_of
 from palestra.server.types import RenderError, SessionError
 
@@ -227,17 +227,11 @@ def canonical_tools(raw: bytes) -> tuple[str, list[dict[str, Any]]]:
         return "", []
     try:
         tools = _decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+        text = json.dumps(tools, sort_keys=True, ensure_ascii=False) if tools else ""
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise SessionError(f"tools: {error}") from None
-    for at, tool in enumerate(tools):
-        function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
-            raise SessionError(f'tools[{at}] must be {{"type": "function", "function": {{"name": ...}}}}')
-    return (json.dumps(tools, sort_keys=True, ensure_ascii=False) if tools else ""), tools
+    check_tools(tools)
+    return text, tools
 
 
 def same_message(stored: Message, echoed: Message) -> bool:

@@ -12,7 +12,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,8 @@ class TurnCore:
             StoreError: the turn could not be stored.
         """
         _check_open(session)
+        if not call.forced_ids and session.started < len(session.forced):
+            call = replace(call, forced_ids=session.forced[session.started])
         place = await self.prompts.place(session, call)
         await self._revive(session, place.base)
         most = _reply_bound(session, call, place.length)

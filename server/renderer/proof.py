@@ -16,6 +16,7 @@ from typing import Any
 from palestra.server.renderer.conversations import Conversation, corpus, user
 from palestra.server.renderer.text import arguments_value, text_of
 from palestra.server.renderer.types import ExtendRefused, Message, Rendered, Renderer, Snapshot
+from palestra.server.renderer.veil import shared_beginning
 from palestra.server.types import RenderError
 
 
@@ -25,6 +26,7 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     FORKS = "forks"
     REFUSED = "cannot be said"
+    MISREAD = "misread"
     BROKEN = "broken"
 
 
@@ -35,7 +37,7 @@ class Outcome:
     kind: str
     verdict: Verdict
     detail: str = ""
-    """The fork's reason, the refusal, or the law that is broken."""
+    """The fork's reason, the refusal, what was misread, or the law that is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,16 @@ class Proof:
         return tuple(outcome for outcome in self.outcomes if outcome.verdict is Verdict.BROKEN)
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A first prompt beside what the checkpoint's own template makes of it."""
+
+    kind: str
+    same: bool
+    detail: str = ""
+    """Where they differ, or why one of them cannot be rendered."""
+
+
 class LawBroken(Exception):
     """A renderer did what none may; the message says which law and shows the text."""
 
@@ -64,15 +76,38 @@ def prove(renderer: Renderer) -> Proof:
 
 def try_out(renderer: Renderer, conversation: Conversation) -> Outcome:
     """One conversation, at every reply of it."""
-    forks: list[str] = []
     try:
-        for reason in _session(renderer, conversation):
-            forks.append(reason)
+        found = list(_session(renderer, conversation))
     except LawBroken as error:
         return Outcome(conversation.kind, Verdict.BROKEN, str(error))
     except RenderError as error:
         return Outcome(conversation.kind, Verdict.REFUSED, str(error))
-    return Outcome(conversation.kind, Verdict.FORKS if forks else Verdict.HOLDS, ", ".join(dict.fromkeys(forks)))
+    for verdict in (Verdict.MISREAD, Verdict.FORKS):
+        if details := dict.fromkeys(detail for kind, detail in found if kind is verdict):
+            return Outcome(conversation.kind, verdict, ", ".join(details))
+    return Outcome(conversation.kind, Verdict.HOLDS)
+
+
+def compare(renderer: Renderer, own: Renderer) -> tuple[Compared, ...]:
+    """First prompts of the corpus beside those of another renderer of the same checkpoint, `own`, as text."""
+    told = {"question": "question", "system message": "system message", "one call": "tools"}
+    out = []
+    for one in corpus(()):
+        if one.kind not in told:
+            continue
+        first = next(at for at, message in enumerate(one.messages) if message["role"] == "assistant")
+        try:
+            ours, theirs = (
+                each.codec.decode(list(each.render(one.messages[:first], one.tools, one.options).ids))
+                for each in (renderer, own)
+            )
+        except RenderError as error:
+            out.append(Compared(told[one.kind], False, str(error)))
+            continue
+        at = len(shared_beginning(ours, theirs))
+        detail = "" if ours == theirs else f"at {at}: {ours[at : at + 40]!r}, the template {theirs[at : at + 40]!r}"
+        out.append(Compared(told[one.kind], ours == theirs, detail))
+    return tuple(out)
 
 
 def some_special(renderer: Renderer, most: int = 12) -> list[str]:
@@ -130,8 +165,8 @@ def check_extension(
         raise LawBroken("the extension counts more ids than it has")
 
 
-def _session(renderer: Renderer, conversation: Conversation) -> Iterator[str]:
-    """Plays a conversation and yields the reason of every fork in it."""
+def _session(renderer: Renderer, conversation: Conversation) -> Iterator[tuple[Verdict, str]]:
+    """Plays a conversation and yields the reason of every fork in it, and every completion that is not read back."""
     messages, tools, options = list(conversation.messages), conversation.tools, conversation.options
     replies = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if conversation.kind == "answer among the new":
@@ -141,10 +176,13 @@ def _session(renderer: Renderer, conversation: Conversation) -> Iterator[str]:
     for number, at in enumerate(replies):
         opened = seen[len(seen) - prompt.opened :] if prompt.opened else []
         whole = completion_of(renderer, messages[at], tools, opened)
-        _check_reading(renderer, messages[at], whole, opened)
+        if wrong := _misread(renderer, messages[at], whole, opened):
+            yield Verdict.MISREAD, wrong
         new = messages[at + 1 : replies[number + 1] if number + 1 < len(replies) else None]
         for completion in _cuts(whole) if conversation.cut else [whole]:
             last = Snapshot(tuple(completion), renderer.parse(completion, opened).message, tuple(opened), tools)
+            if not last.reply.get("tool_calls"):  # cut before there was a call: nobody answers it
+                new = [user("Go on.") if message["role"] == "tool" else message for message in new]
             try:
                 prompt = renderer.extend(last, new, options)
                 check_extension(renderer, last, new, prompt, renderer.extend(last, _harmless(new), options))
@@ -152,7 +190,7 @@ def _session(renderer: Renderer, conversation: Conversation) -> Iterator[str]:
             except ExtendRefused as refused:
                 if not refused.reason.replace("_", "").isalnum():
                     raise LawBroken(f"a fork's reason must be a word, not {refused.reason!r}") from refused
-                yield refused.reason
+                yield Verdict.FORKS, refused.reason
                 prompt = renderer.render([*messages[:at], last.reply, *new], tools, options)
                 seen = list(prompt.ids)
 
@@ -167,31 +205,25 @@ def _harmless(messages: Sequence[Message]) -> list[Message]:
     return [{**message, "content": "ok" if text_of(message).strip() else ""} for message in messages]
 
 
-def _check_reading(renderer: Renderer, message: Message, completion: Sequence[int], opened: Sequence[int]) -> None:
-    """That a completion is read back as the message it was written from.
-
-    Raises:
-        LawBroken: it is not.
-    """
+def _misread(renderer: Renderer, message: Message, completion: Sequence[int], opened: Sequence[int]) -> str:
+    """How a completion is read back as another message than it was written from; "" where it is the same."""
     codec = renderer.codec
     read = renderer.parse(completion, opened if message.get("reasoning_content") else ()).message
     said = codec.decode(codec.encode_text(text_of(message).strip())).strip()
     if text_of(read).strip() != said:
-        raise LawBroken(f"the content {said[:80]!r} is read back as {text_of(read)[:80]!r}")
-    wrote, got = ([_call(call) for call in one.get("tool_calls") or ()] for one in (message, read))
-    if _plain(renderer, wrote) != _plain(renderer, got):
-        raise LawBroken(f"the calls {str(wrote)[:120]} are read back as {str(got)[:120]}")
+        return f"the content {said[:80]!r} is read as {text_of(read)[:80]!r}"
+    wrote, got = (_plain(renderer, one.get("tool_calls") or ()) for one in (message, read))
+    if wrote != got:
+        return f"the calls {wrote[:120]} are read as {got[:120]}"
+    return ""
 
 
-def _call(call: Message) -> tuple[str, Any]:
-    value = arguments_value(call)
-    return call["function"]["name"], value
-
-
-def _plain(renderer: Renderer, calls: Sequence[tuple[str, Any]]) -> str:
-    """Calls as text, as the tokenizer can say it: some put letters and their accents together."""
-    text = json.dumps(calls, ensure_ascii=False, sort_keys=True)
-    return renderer.codec.decode(renderer.codec.encode_text(text))
+def _plain(renderer: Renderer, calls: Sequence[Message]) -> str:
+    """Calls as text, as the tokenizer can say it: some put letters and their accents together. Arguments that are no JSON do not count:
+    what is missing in them cannot be told from what follows."""
+    values = [(call["function"]["name"], arguments_value(call)) for call in calls]
+    told = [(name, None if isinstance(value, str) else value) for name, value in values]
+    return renderer.codec.decode(renderer.codec.encode_text(json.dumps(told, ensure_ascii=False, sort_keys=True)))
 
 
 def _words(renderer: Renderer, ids: Sequence[int]) -> str:

@@ -140,7 +140,7 @@ class ShapeProof:
         cut = len(shared_beginning(head, text))
         for tag in TAGS:
             at = head.rfind(tag)
-            if at < cut < at + len(tag):
+            if 0 <= at < cut < at + len(tag):
                 cut = at
         rest = head[cut:]
         for tag in TAGS:

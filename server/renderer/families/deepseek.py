@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 
 from palestra.server.renderer.base import PLAIN, FamilyRenderer
+from palestra.server.renderer.blocks import CUT, NO_NAME, split_thinking
 from palestra.server.renderer.families.calls import called, gather_system, in_call_order, split
 from palestra.server.renderer.text import arguments_text, json_text, strip_end, text_of
 from palestra.server.renderer.tokens import BREAK, Piece, TokenCodec
@@ -33,7 +34,6 @@ from palestra.server.types import RenderedRow, RenderError
 
 Variant = Literal["v3", "r1", "v31"]
 _MARKS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep", "output▁begin", "output▁end")
-_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 
 
 class DeepSeekRenderer(FamilyRenderer):
@@ -66,9 +66,8 @@ class DeepSeekRenderer(FamilyRenderer):
         if not tools:
             return [self.begin, system or ""]
         self._need_tools()
-        head, listed, rules = _card_tools(tools) if self.variant == "v31" else _plain_tools(tools)
-        # The wording around it is the format; what a tool says of itself is data, and its text never a token.
-        return [self.begin, f"{system}\n\n" if system else "", head, listed, *self.codec.wording(rules)]
+        listed = self._card_tools(tools) if self.variant == "v31" else self._plain_tools(tools)
+        return [self.begin, f"{system}\n\n" if system else "", *listed]
 
     def plain_turn(self, role: str, text: str) -> list[Piece]:
         if role != "user":
@@ -203,24 +202,15 @@ class DeepSeekRenderer(FamilyRenderer):
     # Reading.
 
     def parse(self, ids: Sequence[int], opened: Sequence[int] = ()) -> ParsedReply:
-        rest = [*opened, *strip_end(ids, self.stop_ids)]
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
-        line, gap = ("\n", "\n\n") if self.variant == "r1" else ("", "")
-        if self.think_end in rest:
-            at = rest.index(self.think_end)
-            start = rest.index(self.think) + 1 if self.think in rest[:at] else 0
-            reasoning = self.codec.decode(rest[start:at]).removeprefix(line).removesuffix(line)
-            if reasoning.strip():
-                message["reasoning_content"] = reasoning
-            rest = rest[at + 1 :]
-        elif rest and rest[0] == self.think:  # cut inside its reasoning
-            message["reasoning_content"] = self.codec.decode(rest[1:]).removeprefix(line)
-            return ParsedReply(message)
-        else:
-            gap = ""
+        marks = None if self.think is None or self.think_end is None else (self.think, self.think_end)
+        reasoning, rest = split_thinking([*opened, *strip_end(ids, self.stop_ids)], marks)
         text, calls, wrong = self._split_calls(rest)
+        line, gap = ("\n", "\n\n") if self.variant == "r1" and reasoning is not None else ("", "")
         content = text.removeprefix(gap)
-        message["content"] = content if content or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        thought = self.codec.decode(reasoning or []).removeprefix(line).removesuffix(line)
+        if thought.strip():
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
         return ParsedReply(message, wrong)
@@ -246,49 +236,48 @@ class DeepSeekRenderer(FamilyRenderer):
 
     def _read_call(self, ids: list[int]) -> tuple[dict[str, Any] | None, str | None]:
         if self.sep not in ids:
-            return None, "a call that was cut before its arguments, or has no separator"
+            return None, CUT
         at = ids.index(self.sep)
         first, second = self.codec.decode(ids[:at]), self.codec.decode(ids[at + 1 :])
         if self.variant == "v31":
-            return called(first.strip(), second) if first.strip() else (None, "a call without a name")
+            return called(first.strip(), second) if first.strip() else (None, NO_NAME)
         name, _, fenced = second.partition("\n")
         if not name.strip():
-            return None, "a call without a name"
+            return None, NO_NAME
         arguments = fenced.strip().removeprefix("```json").removesuffix("```")
         return called(name.strip(), arguments)
+
+    # The block that lists tools.
+
+    def _card_tools(self, tools: Sequence[ToolSpec]) -> list[Piece]:
+        """V3.1's, word for word from its model card: the model was trained on it."""
+        text = "## Tools\nYou have access to the following tools:\n\n"
+        for tool in tools:
+            function = tool["function"]
+            about, parameters = function.get("description") or "", json_text(function.get("parameters") or {})
+            text += f"### {function['name']}\nDescription: {about}\n\nParameters: {parameters}\n\n"
+        return [
+            f"{text}IMPORTANT: ALWAYS adhere to this exact format for tool use:\n",
+            *(self.calls, self.call, "tool_call_name", self.sep, "tool_call_arguments", self._call_end),
+            *("{additional_tool_calls}", self.calls_end),
+            "\n\nWhere:\n- `tool_call_name` must be an exact match to one of the available tools\n"
+            "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
+            "- For multiple tool calls, chain them directly without separators or spaces",
+        ]
+
+    def _plain_tools(self, tools: Sequence[ToolSpec]) -> list[Piece]:
+        """Of V3 and R1: our wording around the call form that they were trained on."""
+        listed = "".join(json_text(tool["function"]) + "\n" for tool in tools)
+        return [
+            f"## Tools\n\nYou can call these functions:\n{listed}\nTo call one, write:\n",
+            *(self.calls, self.call, "function", self.sep, "NAME\n```json\nARGUMENTS\n```", self._call_end),
+            self.calls_end,
+            "\nNAME is the function's name, ARGUMENTS one JSON object that fits its parameters. Several calls stand on lines "
+            "of their own inside the same block. The results follow behind it.",
+        ]
 
     def _need_tools(self) -> None:
         if not self.has_tools:
             raise RenderError(
                 "deepseek: this tokenizer has no tokens for tools (a distilled model); leave the tools out"
             )
-
-
-def _card_tools(tools: Sequence[ToolSpec]) -> tuple[str, str, str]:
-    """V3.1's, word for word from its model card: the model was trained on it."""
-    listed = ""
-    for tool in tools:
-        function = tool["function"]
-        about, parameters = function.get("description") or "", json_text(function.get("parameters") or {})
-        listed += f"### {function['name']}\nDescription: {about}\n\nParameters: {parameters}\n\n"
-    call = _CALL.format("tool_call_name", "tool_call_arguments")
-    rules = (
-        "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n"
-        f"<｜tool▁calls▁begin｜>{call}{{additional_tool_calls}}<｜tool▁calls▁end｜>\n\nWhere:\n"
-        "- `tool_call_name` must be an exact match to one of the available tools\n"
-        "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
-        "- For multiple tool calls, chain them directly without separators or spaces"
-    )
-    return "## Tools\nYou have access to the following tools:\n\n", listed, rules
-
-
-def _plain_tools(tools: Sequence[ToolSpec]) -> tuple[str, str, str]:
-    """Of V3 and R1: our wording around the call form that they were trained on."""
-    listed = "".join(json_text(tool["function"]) + "\n" for tool in tools)
-    call = _CALL.format("function", "NAME\n```json\nARGUMENTS\n```")
-    rules = (
-        f"\nTo call one, write:\n<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>\n"
-        "NAME is the function's name, ARGUMENTS one JSON object that fits its parameters. Several calls stand on lines of "
-        "their own inside the same block. The results follow behind it."
-    )
-    return "## Tools\n\nYou can call these functions:\n", listed, rules

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from palestra.server.renderer.base import FamilyRenderer
+from palestra.server.renderer.blocks import CUT, NO_NAME
 from palestra.server.renderer.families.calls import called, in_call_order, split
 from palestra.server.renderer.families.typescript import functions_namespace
 from palestra.server.renderer.text import arguments_text, text_of
@@ -21,7 +22,6 @@ from palestra.server.types import RenderError
 
 EFFORTS = ("low", "medium", "high")
 _NAMESPACE = "functions."
-_CUT = "a call that was cut before its arguments"
 
 
 class HarmonyRenderer(FamilyRenderer):
@@ -175,9 +175,9 @@ class HarmonyRenderer(FamilyRenderer):
     ) -> tuple[dict[str, Any] | None, str | None]:
         name = recipient.removeprefix(_NAMESPACE)
         if not name:
-            return None, "a call without a name"
+            return None, NO_NAME
         if body is None:
-            return (called(name, "")[0], _CUT) if complete else (None, _CUT)
+            return (called(name, "")[0], CUT) if complete else (None, CUT)
         return called(name, self.codec.decode(body))
 
 

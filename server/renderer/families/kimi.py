@@ -1,7 +1,7 @@
 """Kimi-K2: `<|im_ROLE|>name<|im_middle|> ... <|im_end|>`, calls in one section, each under the id that the model gave it.
 
-An id is `functions.NAME:INDEX`; it is the call's id for the agent too, since the turn of its result names it. Kimi-K2-Thinking, known by its
-think ids, writes a think block in every reply.
+An id is `functions.NAME:INDEX`. It is the call's id for the agent too, since the turn of its result names it. Kimi-K2-Thinking, known by
+its think ids, writes a think block in every reply.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class KimiRenderer(FamilyRenderer):
         calls: list[dict[str, Any]] = []
         wrong: str | None = None
         starts = [at for at, token in enumerate(ids) if token == self.call[0]]
-        for start, after in zip(starts, [*starts[1:], len(ids)], strict=True):
+        for start, after in zip(starts, [*starts[1:], len(ids)], strict=False):
             call, fault = self._read_call(ids[start + 1 : after])
             wrong = wrong or fault
             if call:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from palestra.server.renderer.base import PLAIN, FamilyRenderer
+from palestra.server.renderer.blocks import CUT, NO_NAME, split_thinking
 from palestra.server.renderer.families.calls import (
     called,
     gather_system,
@@ -155,18 +156,12 @@ class MistralRenderer(FamilyRenderer):
     # Reading.
 
     def parse(self, ids: Sequence[int], opened: Sequence[int] = ()) -> ParsedReply:
-        rest = [*opened, *strip_end(ids, self.stop_ids)]
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
-        if self.think_end is not None and self.think_end in rest:
-            at = rest.index(self.think_end)
-            start = rest.index(self.think) + 1 if self.think in rest[:at] else 0
-            if reasoning := self.codec.decode(rest[start:at]):
-                message["reasoning_content"] = reasoning
-            rest = rest[at + 1 :]
-        elif self.think is not None and rest and rest[0] == self.think:  # cut inside its reasoning
-            return ParsedReply({**message, "reasoning_content": self.codec.decode(rest[1:])})
+        marks = None if self.think is None or self.think_end is None else (self.think, self.think_end)
+        reasoning, rest = split_thinking([*opened, *strip_end(ids, self.stop_ids)], marks)
         text, calls, wrong = self._split_calls(rest)
-        message["content"] = text if text or not calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        if reasoning:
+            message["reasoning_content"] = self.codec.decode(reasoning)
         if calls:
             message["tool_calls"] = calls
         return ParsedReply(message, wrong)
@@ -203,7 +198,7 @@ class MistralRenderer(FamilyRenderer):
         parts = dict(reversed(split(ids, (self.args, self.call_id))))  # of a mark that comes twice, the first counts
         name = self.codec.decode(parts.get(None, [])).strip()
         if not name or self.args not in parts:
-            return [], "a call that was cut before its arguments, or has no name"
+            return [], CUT if name else NO_NAME
         given = self.codec.decode(parts.get(self.call_id, []))
         call, wrong = called(name, self.codec.decode(parts[self.args]), given if _SHORT.fullmatch(given) else _fresh())
         return [call], wrong
