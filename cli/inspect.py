@@ -23,7 +23,7 @@ from palestra.server.renderer.tokens import TokenCodec
 from palestra.server.rows import trajectory_rows
 from palestra.server.store.reader import StoreReader
 from palestra.server.store.types import StoredSession
-from palestra.server.types import ServerError, SessionError, TokenSource, TrainingSample
+from palestra.server.types import ServerError, SessionError, TokenSource, TrainingSample, Trajectory
 
 STYLE = {
     TokenSource.PROMPT: "dim",
@@ -126,6 +126,9 @@ def show_rollout(
     rows = trajectory_rows(trajectory)
     if not rows:
         raise SessionError(f"{rollout_id} has no delivered turns", 404, "not_found")
+    if not as_json:
+        for note in _notes(trajectory):
+            console.print(note, highlight=False)
     codec = TokenCodec(Path(json.loads((run / "meta.json").read_text())["model_folder"]))
     for row in rows:
         if as_json:
@@ -140,6 +143,17 @@ def show_rollout(
         )
         console.print(_coloured(row, codec))
         console.print(_token_table(row, codec))
+
+
+def _notes(trajectory: Trajectory) -> Iterator[str]:
+    """What is out of the ordinary in its turns, a line each."""
+    for turn in trajectory.turns:
+        if turn.fork_reason is not None:
+            yield f"turn {turn.index} starts a branch: {turn.fork_reason}"
+        if turn.ill_formed is not None:
+            yield f"turn {turn.index} is ill-formed: {turn.ill_formed}"
+        if not turn.delivered:
+            yield f"turn {turn.index} was not delivered: its {len(turn.completion_ids)} tokens are not trained"
 
 
 def token_entries(row: TrainingSample, codec: TokenCodec) -> Iterator[dict[str, Any]]:

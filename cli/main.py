@@ -10,8 +10,10 @@ from importlib.metadata import version
 
 VERBS = {
     "train": "run a training job: engine, service, environment worker and trainer",
+    "serve": "serve a model to agents of any kind and keep their tokens, without a trainer",
     "inspect": "show a run, a group or a rollout, token by token",
     "status": "say what a run is doing and who waits for whom",
+    "doctor": "check what a run stands on: a model's chat template",
     "role": "run one process of a job (started by train)",
 }
 

@@ -344,6 +344,52 @@ def test_the_family_is_what_tokens_template_and_type_speak_for(
     assert (choice.family, bool(choice.why)) == (family, True)
 
 
+@pytest.mark.parametrize("family", tokenizers.FAMILY_SPECIAL)
+def test_families_are_known_by_their_special_tokens(tmp_path: Path, family: str) -> None:
+    codec = tokenizers.added_codec(tokenizers.FAMILY_SPECIAL[family], tmp_path)
+    assert choose_family(tmp_path, codec).family == family
+    assert load_renderer(tmp_path).family == family
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "family"),
+    [
+        (None, "deepseek_v3", "deepseek-v3"),
+        ("{{ messages[0].content }}", "deepseek_v3", "deepseek-v3"),
+        ("{{ messages[0].content }}{{ '</think>' if not thinking }}", "deepseek_v3", "deepseek-v3.1"),
+        ("{{ messages[0].content }}<think>\n", "deepseek_v3", "deepseek-r1"),
+        (None, "qwen2", "deepseek-r1"),
+    ],
+)
+def test_deepseeks_generations_are_told_apart(tmp_path: Path, template: str | None, kind: str, family: str) -> None:
+    names = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")  # noqa: RUF001
+    codec = tokenizers.added_codec(names, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    if template is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert choose_family(tmp_path, codec).family == family
+
+
+def test_a_name_that_is_a_special_token_is_hidden(tmp_path: Path) -> None:
+    renderer = make(tokenizers.added_codec([*templates.SPECIAL, "stop"], tmp_path), templates.CHATML, "<|im_end|>")
+    ids = renderer.render([user("q"), reply(calls=[call("stop", {}, 0)])]).ids
+    assert "stop" not in special(renderer, ids)
+    assert '"name": "stop"' in text(renderer, ids)
+
+
+@pytest.mark.parametrize("given", [[{"name": "other", "template": "x"}], [3], "{% if %}"])
+def test_a_damaged_template_is_a_clear_error(tmp_path: Path, given: Any) -> None:
+    tokenizers.added_codec(templates.SPECIAL, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    with pytest.raises(RenderError, match="template"):
+        load_renderer(tmp_path)
+
+
+def test_a_date_that_is_none_is_refused(codec: TokenCodec) -> None:
+    with pytest.raises(RenderError, match="tomorrow"):
+        make(codec, templates.LLAMA, "<|eot|>").render([user("q")], (), RenderOptions(date="tomorrow"))
+
+
 def test_load_renderer_by_name_and_its_refusals(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, None)
     assert isinstance(load_renderer(folder, "chatml"), ChatMLRenderer)

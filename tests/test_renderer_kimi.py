@@ -154,3 +154,13 @@ def test_a_forced_call_lets_the_model_count(thinking: KimiRenderer) -> None:
     assert json.loads(reply.message["tool_calls"][0]["function"]["arguments"]) == {"city": "x"}
     extension = thinking.extend(Snapshot(completion, reply.message, opened), [THANKED])
     assert text(thinking, extension.ids).startswith("<|tool_calls_section_end|><|im_end|><|im_user|>")
+
+
+def test_ids_of_another_maker_do_not_hide_the_tool_s_name(kimi: KimiRenderer) -> None:
+    """The id is all that names the tool in a prompt: history that another model wrote gets ids of this model's form."""
+    foreign = [{**made, "id": f"call_{n}"} for n, made in enumerate(CALLED["tool_calls"])]
+    results = [{**result, "tool_call_id": f"call_{n}"} for n, result in enumerate(RESULTS)]
+    said = text(kimi, kimi.render([*ASKED, {**CALLED, "tool_calls": foreign}, *results[::-1]], TOOLS).ids)
+    assert CALLS in said
+    assert said.index("Return of functions.calculator:1\n3") < said.index("Return of functions.weather:0")
+    assert "call_" not in said.replace("tool_call_", "")

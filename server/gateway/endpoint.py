@@ -8,6 +8,7 @@ noticed at once; its call goes on for a while, in case it comes back.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,12 @@ PING_S = 10.0
 MARGIN_S = 1.0
 """How long before its caller gives up a call is answered with `still_generating`: it comes back and finds its own call."""
 PIECE = 16 << 10
+_PREFIX = re.compile(r"(?:[a-z]+[_-])?")
+"""What a dialect puts before a reply's id."""
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape of JSON's strings; group 1 is a surrogate without its other half."""
 Scope = Mapping[str, Any]
 
 
@@ -171,16 +178,20 @@ def recall(session: Session, reply_id: str) -> list[Mapping[str, Any]]:
     Raises:
         SessionError: 404.
     """
-    tail = reply_id.rpartition("-")[2]
+    head, _, tail = reply_id.rpartition("-")
+    record = session.record
+    # Every session counts its turns from 0: the index alone would find a turn of this session under the id of another one's.
+    mine = f"{record.rollout_id}-{record.attempt}"
+    known = head.endswith(mine) and _PREFIX.fullmatch(head[: -len(mine)]) is not None
     # Longer digit strings than an index can be are no id of ours, and would be costly to read.
-    node = session.tree.find(int(tail)) if tail.isascii() and tail.isdigit() and len(tail) < 10 else None
+    node = session.tree.find(int(tail)) if known and tail.isascii() and tail.isdigit() and len(tail) < 10 else None
     if node is None:
         raise SessionError(f"no reply {reply_id[:100]!r} in this session", 404, "not_found")
     return node.conversation()
 
 
 async def read_body(receive: Any, headers: Mapping[bytes, bytes]) -> bytes:
-    """The whole body.
+    """The whole body, readable as JSON where it is some.
 
     Raises:
         SessionError: 408, 413 or 415.
@@ -192,9 +203,17 @@ async def read_body(receive: Any, headers: Mapping[bytes, bytes]) -> bytes:
         raise _too_large()
     try:
         async with asyncio.timeout(BODY_S):
-            return await _pieces(receive)
+            return without_lone_surrogates(await _pieces(receive))
     except TimeoutError:
         raise SessionError(f"the body did not come within {BODY_S:.0f} s", 408, "body_timeout") from None
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON in which half a surrogate pair is U+FFFD, as the tokenizer has it: a text that was cut inside an emoji is no reason to refuse a
+    call, and no decoder here reads it otherwise."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", body)
 
 
 async def _pieces(receive: Any) -> bytes:

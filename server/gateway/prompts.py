@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from palestra.server.engine_wire import Prompt
 from palestra.server.gateway.sampling import instructed
@@ -22,6 +23,7 @@ from palestra.server.types import SessionError
 
 INLINE_BYTES = 4096
 """Text that is encoded on the event loop; a longer one would hold up the others."""
+TOOL_LISTS = 256
 FIRST_PROMPTS = 256
 """First prompts that are remembered: the sessions of a group begin with the same one."""
 
@@ -55,6 +57,7 @@ class PromptMaker:
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
+        self._tools: OrderedDict[bytes, tuple[str, list[dict[str, Any]]]] = OrderedDict()
         self._first: OrderedDict[tuple[bytes, bytes, RenderOptions], Rendered] = OrderedDict()
 
     async def place(self, session: Session, call: ModelCall) -> Place:
@@ -66,11 +69,7 @@ class PromptMaker:
         """
         if call.prompt is not None:
             return await self._raw(session, call.prompt)
-        if (known := session.tools.get(call.tools)) is None:
-            known = canonical_tools(call.tools)
-            if len(session.tools) < 64:
-                session.tools[call.tools] = known
-        tools_key, tools = known
+        tools_key, tools = self._tools_of(call.tools)
         match = session.tree.match(call.messages, tools_key)
         new, prefill = _without_prefill(match.new)
         if match.base is None and not new:
@@ -89,6 +88,14 @@ class PromptMaker:
                 new, prefill = _without_prefill(new)
         done = await self._render_first(call, instructed(new, call), tools, options)
         return _place(None, new, tools_key, done, reason, call, prefill)
+
+    def _tools_of(self, raw: bytes) -> tuple[str, list[dict[str, Any]]]:
+        """Canonical text and value of a request's tools; most requests list what another one did."""
+        if (known := self._tools.get(raw)) is None:
+            known = self._tools[raw] = canonical_tools(raw)
+            if len(self._tools) > TOOL_LISTS:
+                self._tools.popitem(last=False)
+        return known
 
     async def _render_first(
         self, call: ModelCall, messages: Sequence[Message], tools: Sequence[Message], options: RenderOptions

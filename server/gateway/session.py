@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from palestra.server.gateway.tree import ConversationTree
 from palestra.server.store.types import SessionRecord
@@ -87,8 +87,6 @@ class Session:
     """Calls that run, or ended a short while ago, by the name under which a repetition finds them."""
     forced: tuple[tuple[int, ...], ...] = ()
     """A test's wish: ids of its replies, call by call."""
-    tools: dict[bytes, tuple[str, list[dict[str, Any]]]] = field(default_factory=dict)
-    """Tools that its requests listed: raw bytes -> canonical text and value."""
 
     @property
     def seconds_left(self) -> float | None:

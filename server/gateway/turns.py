@@ -11,7 +11,7 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class TurnCore:
         engine: EngineClient,
         log: TurnLog,
         model: str,
-        on_turn: Callable[[int], None],
+        on_turn: Callable[[Turn], None],
         *,
         experts: bool = False,
     ) -> None:
@@ -147,7 +147,8 @@ class TurnCore:
                 turns.append(_tail_turn(session.turns, place, completion, tail, temperature))
                 session.turns += 1
             session.sampled += len(whole.token_ids)
-            self.on_turn(len(whole.token_ids))
+        for turn in turns:
+            self.on_turn(turn)
         key = session.record.rollout_id, session.record.attempt
         await _stored([self.log.append_turn(*key, turn) for turn in turns])
         if session.closed:
@@ -211,13 +212,14 @@ async def _stored(writes: Sequence[asyncio.Future[None]]) -> None:
             raise outcome
 
 
-async def _all(requests: Sequence[Any]) -> list[Completion]:
-    """All of them, or the first error, with the others left to end: what they sampled would be lost otherwise."""
-    done = await asyncio.gather(*requests, return_exceptions=True)
-    for outcome in done:
+async def _all(requests: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """All of them, or the first error once the others have ended: a request that is left alone would sample for nobody."""
+    completions = []
+    for outcome in await asyncio.gather(*requests, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
-    return list(done)
+        completions.append(outcome)
+    return completions
 
 
 def _check_open(session: Session) -> None:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from palestra.server.store.types import SessionOutcome
+from palestra.server.types import Turn
 
 
 class RolloutMetrics:
@@ -20,15 +21,20 @@ class RolloutMetrics:
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
         self._stops: Counter[str] = Counter()
         self._drops: Counter[str] = Counter()
+        self._events: Counter[str] = Counter()
         self._groups = 0
         self._tokens = 0
         self._turns = 0
         self._since = time.monotonic()
 
-    def add_turn(self, tokens: int) -> None:
-        """One model call of `tokens` sampled tokens."""
-        self._tokens += tokens
+    def add_turn(self, turn: Turn) -> None:
+        """One recorded model call. Forks are counted by their reason."""
+        self._tokens += len(turn.completion_ids)
         self._turns += 1
+        self._events["ill_formed"] += turn.ill_formed is not None
+        self._events["undelivered"] += not turn.delivered
+        if turn.fork_reason is not None:
+            self._events[f"fork_{turn.fork_reason}"] += 1
 
     def add_group(self, outcomes: Sequence[SessionOutcome], dropped: str | None) -> None:
         """One complete group; `dropped` says why it does not reach the trainer, if so."""
@@ -63,5 +69,7 @@ class RolloutMetrics:
             out[f"rollout/stop_{name}/share"] = count / total
         for name, count in self._drops.items():
             out[f"rollout/dropped_{name}/count"] = float(count)
+        for name, count in self._events.items():
+            out[f"gateway/{name}/count"] = float(count)
         self._clear()
         return out

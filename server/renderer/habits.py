@@ -30,7 +30,6 @@ PROBE_TOOL: ToolSpec = {
     },
 }
 """Stands for the tools where only it matters that there are some."""
-_PLAIN_NAME = re.compile(r"[\w.:\-]{1,128}")
 _LONG_ID = "call_0123456789abcdef01234567"
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
@@ -91,7 +90,7 @@ def check_shown(text: str, messages: Sequence[Message], first: int, veil: Veil, 
     """
     shown = veil.seen(text)
     for at, message in enumerate(messages):
-        again = Veil()
+        again = Veil(veil.special)
         dress([message], again, habits)
         numbers = range(first, first + len(again.texts))
         first = numbers.stop
@@ -155,7 +154,7 @@ def _dressed(at: int, message: Message, veil: Veil, habits: Habits) -> dict[str,
         if call_id := message.get("tool_call_id"):
             out["tool_call_id"] = _call_id(call_id, veil, habits)
         if name := message.get("name"):
-            out["name"] = _name(name, veil)
+            out["name"] = veil.plain(name)
     return out
 
 
@@ -173,21 +172,17 @@ def _dressed_call(call: Message, veil: Veil, habits: Habits) -> dict[str, Any]:
             given = json.dumps(given, ensure_ascii=False)
     out: dict[str, Any] = {
         "type": "function",
-        "function": {"name": _name(call["function"]["name"], veil), "arguments": given},
+        "function": {"name": veil.plain(call["function"]["name"]), "arguments": given},
     }
     if call_id := call.get("id"):
         out["id"] = _call_id(call_id, veil, habits)
     return out
 
 
-def _name(text: str, veil: Veil) -> str:
-    return text if _PLAIN_NAME.fullmatch(text) and "zqVeil" not in text else veil.hide(text)
-
-
 def _call_id(text: str, veil: Veil, habits: Habits) -> str:
     if habits.nine and not _NINE.fullmatch(text):
         return hashlib.sha256(text.encode()).hexdigest()[:9]
-    return _name(text, veil)
+    return veil.plain(text)
 
 
 def _shows_text(template: ChatTemplate) -> bool:

@@ -80,7 +80,10 @@ class ChatTemplate:
             given = own.read_text(encoding="utf-8")
         if not given:
             return None
-        sources = {"default": given} if isinstance(given, str) else {e["name"]: e["template"] for e in given}
+        try:
+            sources = {"default": given} if isinstance(given, str) else {e["name"]: e["template"] for e in given}
+        except (TypeError, KeyError) as error:
+            raise RenderError(f"{folder}: chat_template is neither text nor a list of named templates") from error
         tokens = {name: token_text(value) for name, value in about.items() if name.endswith("_token") and value}
         return cls(sources, tokens)
 
@@ -98,10 +101,13 @@ class ChatTemplate:
             RenderError: the template refuses these messages or breaks on them.
         """
         chosen = "tool_use" if tools and "tool_use" in self._compiled else "default"
-        given: dict[str, Any] = {**self._tokens, **self._options(options or RenderOptions())}
-        given |= {"messages": list(messages), "add_generation_prompt": generate, "tools": list(tools) or None}
+        given: dict[str, Any] = {
+            "messages": list(messages),
+            "add_generation_prompt": generate,
+            "tools": list(tools) or None,
+        }
         try:
-            return self._compiled[chosen].render(given)
+            return self._compiled[chosen].render(self._tokens, **self._options(options or RenderOptions()), **given)
         except Exception as error:  # a template is a program of others: it can fail in any way
             reason = str(error) or type(error).__name__
             raise RenderError(f"the chat template refuses these messages: {reason}") from error

@@ -48,8 +48,8 @@ class TokenCodec:
         self.special: dict[str, int] = {entry["content"]: entry["id"] for entry in data.get("added_tokens", [])}
         self._special_text = {token: name for name, token in self.special.items()}
         names = sorted(self.special, key=len, reverse=True)
-        self._special_names = re.compile("|".join(f"({re.escape(name)})" for name in names) or r"(?!)")
-        self._plain = Tokenizer.from_str(json.dumps({**data, "added_tokens": [], "post_processor": None}))
+        self._special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._plain = _without_added(self._full)
 
     @property
     def vocab_size(self) -> int:
@@ -110,6 +110,15 @@ class TokenCodec:
         if name is None or token in self._special_text or not self._byte_level:
             return self.token_text(token).encode("utf-8", "replace")
         return bytes(_BYTE_OF[char] for char in name if char in _BYTE_OF)
+
+
+def _without_added(full: Tokenizer) -> Tokenizer:
+    """The same tokenizer, knowing no added token: its vocabulary is shared, not read a second time."""
+    plain = Tokenizer(full.model)
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (value := getattr(full, part)) is not None:
+            setattr(plain, part, value)
+    return plain
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -18,6 +18,7 @@ from palestra.server.types import RenderError
 
 PROBE = "\"'é"
 """What stands inside a hidden text's word: how it comes out tells how the template escaped the place."""
+_NAME = re.compile(r"[\w.:\-]{1,128}")
 _WORD = re.compile(r"zqVeil(\d+)b(.{1,64}?)zqEnd", re.DOTALL)
 
 
@@ -117,8 +118,10 @@ class Veil:
     """The texts of one rendering. Each stands in the messages as a word that no template takes apart; `pieces` puts the texts back as
     plain text. They are put in last and never searched, so nothing written in them can pass for a word or a special token."""
 
-    def __init__(self) -> None:
+    def __init__(self, special: SpecialText | None = None) -> None:
+        """`special`: what `plain` must not show."""
         self.texts: list[str] = []
+        self.special = special
 
     def hide(self, text: str) -> str:
         """The word for a text; nothing for nothing, since templates ask whether there is any."""
@@ -126,6 +129,11 @@ class Veil:
             return ""
         self.texts.append(text)
         return f"zqVeil{len(self.texts) - 1:06d}b{PROBE}zqEnd"
+
+    def plain(self, name: str) -> str:
+        """A name or an id as it is, since templates compare and measure those; hidden where it is anything but a word."""
+        free = _NAME.fullmatch(name) and "zqVeil" not in name and (self.special is None or name not in self.special)
+        return name if free else self.hide(name)
 
     def hide_inner(self, text: str) -> str:
         """As `hide`, but white space around the text stays in sight: templates trim it where the model was trained so."""

@@ -98,7 +98,7 @@ class GenericRenderer(Renderer):
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: RenderOptions | None = None
     ) -> Rendered:
         options = options or PLAIN
-        veil = Veil()
+        veil = Veil(self.special)
         listed = veiled_tools(tools, veil, self.special)
         first = len(veil.texts)
         text = self.template.text(dress(messages, veil, self.habits), listed, options)
@@ -161,7 +161,7 @@ class GenericRenderer(Renderer):
         Raises:
             RenderError: the template writes the turn so that its header cannot be told from it.
         """
-        veil = Veil()
+        veil = Veil(self.special)
         turns = dress([{"role": "user", "content": "x"}, message], veil, self.habits)
         tools = [PROBE_TOOL] if message.get("tool_calls") else []
         text = self.template.text(turns, tools, generate=False)
@@ -187,7 +187,7 @@ class GenericRenderer(Renderer):
         shape = shape_of(reply, new, tools, options)
         if (reason := self._shapes.why_not(shape)) is not None:
             raise ExtendRefused(*reason)
-        veil = Veil()
+        veil = Veil(self.special)
         try:
             text, after = self._shapes.after_reply([{"role": "user", "content": "x"}], reply, new, shape, veil, options)
         except RenderError as error:

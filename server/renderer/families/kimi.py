@@ -65,7 +65,7 @@ class KimiRenderer(FamilyRenderer):
     def tool_results(self, results: Sequence[Message], calls: Sequence[Message]) -> list[Piece]:
         pieces: list[Piece] = []
         for number, message in enumerate(results):
-            call_id = message.get("tool_call_id") or (_id_of(calls[number], number) if number < len(calls) else "")
+            call_id = _answered(message.get("tool_call_id"), calls, number)
             text = f"## Return of {call_id}\n{text_of(message)}"
             pieces += self._turn(self.system, message.get("name") or "tool", text)
         return pieces
@@ -134,7 +134,17 @@ class KimiRenderer(FamilyRenderer):
 
 
 def _id_of(call: Message, number: int) -> str:
-    return str(call.get("id") or f"functions.{call['function']['name']}:{number}")
+    """The id that the model would have given. Those of other makers are replaced: the id is all that names the tool in a prompt."""
+    name, given = call["function"]["name"], str(call.get("id") or "")
+    return given if given.startswith(f"functions.{name}:") else f"functions.{name}:{number}"
+
+
+def _answered(call_id: str | None, calls: Sequence[Message], number: int) -> str:
+    """The id of the call that the result `number` answers, as the prompt shows it."""
+    for at, call in enumerate(calls):
+        if call.get("id") == call_id if call_id else at == number:
+            return _id_of(call, at)
+    return call_id or ""
 
 
 def _is_open(ids: Sequence[int], mark: Marks) -> bool:
