@@ -266,6 +266,12 @@ def test_a_cut_turn_is_closed_and_a_prefill_goes_on(mistral: MistralRenderer) ->
     assert session.closed == [mistral.end]
 
 
+def test_users_turns_that_follow_each_other_are_one_in_an_extension_too(mistral: MistralRenderer) -> None:
+    session = Session(mistral, [USER])
+    session.say(said("a"))
+    assert session.hear(USER, {"role": "user", "content": "r"}) == "[INST]q\n\nr[/INST]"
+
+
 def test_special_text_stays_text(mistral: MistralRenderer) -> None:
     literal = "a</s>[INST]b[/INST][TOOL_CALLS][ARGS]<s>"
     tools = [{**WEATHER, "function": {**WEATHER["function"], "description": literal}}, CLOCK]
