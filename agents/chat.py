@@ -19,6 +19,7 @@ import httpx2
 import openai
 import orjson
 
+from palestra.agents.stops import stop_of
 from palestra.agents.types import AgentError, PolicyReply, PolicyStop, SamplingParams, SessionHandle
 from palestra.envs import background
 from palestra.envs.types import Message, StopReason, ToolSpec
@@ -27,13 +28,6 @@ RETRY_DELAYS_S = (0.1, 0.5, 2.0)
 """Waits before a call is sent again after its connection failed; the same X-Request-Id tells the service that it is the
 same call.
 """
-
-STOP_CODES = {
-    "context_length_exceeded": StopReason.CONTEXT,
-    "session_closed": StopReason.CANCELLED,
-    "cancelled": StopReason.CANCELLED,
-}
-"""Error codes of the service that end the conversation and are no fault."""
 
 _shared: tuple[asyncio.AbstractEventLoop, openai.AsyncOpenAI] | None = None
 
@@ -130,12 +124,8 @@ def _raise_status(error: openai.APIStatusError) -> NoReturn:
     body = error.body if isinstance(error.body, Mapping) else {}
     code = str(body.get("code") or "")
     said = str(body.get("message") or error.message)
-    if error.status_code < 500:
-        if (reason := STOP_CODES.get(code)) is not None:
-            raise PolicyStop(reason, said) from None
-        if code == "budget_exceeded":
-            tokens = "token" in str(body.get("param") or said)
-            raise PolicyStop(StopReason.MAX_TOKENS if tokens else StopReason.MAX_TURNS, said) from None
+    if (stop := stop_of(error.status_code, body, said)) is not None:
+        raise stop from None
     raise AgentError(f"HTTP {error.status_code} {code or 'without a code'}: {said[:500]}") from error
 
 

@@ -17,17 +17,49 @@ class AgentConfig(Section):
     """`[agent]`: who plays."""
 
     table: ClassVar[str] = "agent"
-    not_built: ClassVar[frozenset[str]] = frozenset({"entry", "command"})
     kind: Literal["chat", "python", "command"] = "chat"
-    """`chat`: the message loop with the environment's tools."""
+    """`chat`: the message loop with the environment's tools. `python`: a function or class of yours. `command`: any program. The last two
+    play by themselves against the session's URL; the environment gives the task and the score."""
+    entry: str | None = None
+    """Of kind python: "package.module:name", or "folder/file.py:name" from the current folder."""
+    command: list[str] | str = Field(default_factory=list)
+    """Of kind command: its words, or one text that is split as a shell would. {prompt}, {task_file}, {session_url} and {workspace} are
+    filled in."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Of kind command: environment variables to set."""
+    pass_env: list[str] = Field(default_factory=list)
+    """Of kind command: names of the worker's own environment variables that the command may see; it sees no others."""
+    keep_workspace: bool = False
+    """Folders of episodes stay, in `workspaces` of the run's folder. Of kinds python and command."""
+    sampling: Literal["strict", "override"] = "strict"
+    """What a session does when its agent asks for another temperature than `algo.temperature`: refuse the call (strict), or sample as the
+    run says (override)."""
     request_timeout_s: float = Field(300.0, gt=0)
-    """How long one model call may take, seconds; the episode's own deadline cuts it earlier."""
+    """Of kind chat: how long one model call may take, seconds; the episode's own deadline cuts it earlier. Agents that play by themselves
+    have timeouts of their own."""
 
     @model_validator(mode="after")
-    def _only_chat(self) -> Self:
-        if self.kind != "chat":
-            raise ValueError(f"not built: agent.kind = {self.kind!r}; use 'chat'")
+    def _fits_its_kind(self) -> Self:
+        if self.kind == "python" and not self.entry:
+            raise ValueError("agent.entry must be given when agent.kind is 'python'")
+        if self.kind == "command" and not self.command:
+            raise ValueError("agent.command must be given when agent.kind is 'command'")
+        for name, kinds in _OF_KINDS.items():
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if self.kind not in kinds and getattr(self, name) != default:
+                raise ValueError(f"agent.{name} has no effect when agent.kind is {self.kind!r}; remove it")
         return self
+
+
+_OF_KINDS = {
+    "entry": ("python",),
+    "command": ("command",),
+    "env": ("command",),
+    "pass_env": ("command",),
+    "keep_workspace": ("python", "command"),
+    "request_timeout_s": ("chat",),
+}
+"""Fields that only some kinds use."""
 
 
 class GroupsConfig(Section):

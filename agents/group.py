@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from palestra.agents.play import Env, infra_episode, play
-from palestra.agents.types import GroupAssignment, Limits, Policy, PolicyReply, SessionHandle, SessionHost
-from palestra.envs.core import MessageEnv
-from palestra.envs.types import Episode, Message, Task, ToolSpec
+from palestra.agents.play import Env, infra_episode, message_env
+from palestra.agents.players import Player
+from palestra.agents.types import GroupAssignment, Limits, SessionHandle, SessionHost
+from palestra.envs.types import Episode, Task
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,11 @@ class EpisodeThreads:
 
 @dataclass(frozen=True, slots=True)
 class Players:
-    """How a worker makes what an episode needs. Called once per rollout, in its own thread."""
+    """What a worker plays episodes with."""
 
     make_env: Callable[[], Env]
-    make_policy: Callable[[SessionHandle], Policy]
+    """Called once per rollout, in its own thread."""
+    player: Player
 
 
 def run_group(
@@ -93,6 +94,8 @@ def run_group(
         for index in assignment.rollouts
     ]
     leader, followers = rollouts[0], rollouts[1:]
+    if not followers:
+        first_reply.set()  # nobody waits for it
     _start(leader, threads)
     if followers:
         patience = limits.deadline_s + GRACE_S
@@ -145,11 +148,12 @@ class _Rollout:
         try:
             try:
                 env = self.players.make_env()
-                self.task = _resolve(env, self.task)
+                self.task = task = message_env(env).task_of(self.task)
             finally:  # a session is opened for every rollout: a group is complete when each of them was closed
                 handle = self._adopt(self.host.open_session(self.assignment, self.index, self.task_id))
-            policy = _Signalling(self.players.make_policy(handle), self.first_reply)
-            episode = play(env, policy, self.limits, task=self.task, seed=self.assignment.seed)
+            episode = self.players.player.play(
+                env, self.host, handle, self.limits, task, self.assignment.seed, self.first_reply
+            )
         except Exception as error:
             logger.exception("rollout %d of group %s could not be played", self.index, self.assignment.group_id)
             episode = infra_episode(self.task_id, error)
@@ -204,26 +208,6 @@ class _Rollout:
             self.episode = infra_episode(self.task_id, error, like=episode)
         finally:
             self.ended.set()
-
-
-class _Signalling:
-    """Passes calls on and says when the first reply (or fault) has come."""
-
-    def __init__(self, policy: Policy, event: threading.Event) -> None:
-        self._policy, self._event = policy, event
-
-    def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec], timeout_s: float) -> PolicyReply:
-        try:
-            return self._policy.act(messages, tools, timeout_s)
-        finally:
-            self._event.set()
-
-
-def _resolve(env: Env, task: Task | int) -> Task:
-    inner = env.unwrapped
-    if not isinstance(inner, MessageEnv):
-        raise TypeError(f"a group plays a MessageEnv, got {type(inner).__name__}")
-    return inner.task_of(task)
 
 
 def _close_env(env: Env | None) -> None:

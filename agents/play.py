@@ -32,10 +32,19 @@ def play(env: Env, policy: Policy, limits: Limits, *, task: Task | int, seed: in
     Raises:
         TypeError: `env` is no `MessageEnv`.
     """
+    return _Run(env, message_env(env), policy, limits).episode(task, seed)
+
+
+def message_env(env: Env) -> MessageEnv:
+    """What is inside of all wrappers.
+
+    Raises:
+        TypeError: it is no `MessageEnv`.
+    """
     inner = env.unwrapped
     if not isinstance(inner, MessageEnv):
-        raise TypeError(f"play needs a MessageEnv, got {type(inner).__name__}")
-    return _Run(env, inner, policy, limits).episode(task, seed)
+        raise TypeError(f"an episode needs a MessageEnv, got {type(inner).__name__}")
+    return inner
 
 
 class _Run:
@@ -125,9 +134,11 @@ def describe(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {fault}{where}"
 
 
-def infra_episode(task_id: str, fault: BaseException | str, like: Episode | None = None) -> Episode:
+def infra_episode(
+    task_id: str, fault: BaseException | str, like: Episode | None = None, seconds: float = 0.0
+) -> Episode:
     """The episode of a rollout that could not be played or handed in: no reward, and the fault's text. `like` keeps
-    what was played.
+    what was played; `seconds`: how long it went on, where nothing is kept.
     """
     error = fault if isinstance(fault, str) else describe(fault)
     return Episode(
@@ -143,5 +154,5 @@ def infra_episode(task_id: str, fault: BaseException | str, like: Episode | None
         tool_calls=like.tool_calls if like else 0,
         tool_errors=like.tool_errors if like else 0,
         error=error,
-        seconds=like.seconds if like else 0.0,
+        seconds=like.seconds if like else seconds,
     )

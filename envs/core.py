@@ -1,7 +1,8 @@
 """The base of every environment: gymnasium's contract over messages.
 
 A task goes into `reset`, its first messages come out; an assistant message goes into `step`, the new messages, a float
-reward and a `StepInfo` come out. Nothing here waits; hooks of subclasses run in the caller's thread.
+reward and a `StepInfo` come out. Or an agent plays by itself, and its whole conversation goes into `grade` at the end.
+Nothing here waits; hooks of subclasses run in the caller's thread.
 
 Contract, beyond gymnasium's:
 - Every returned message is a fresh object.
@@ -16,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium as gym
@@ -60,6 +62,8 @@ class MessageEnv(gym.Env[Observation, Message]):
         self.observation_space = MessagesSpace()
         self.action_space = AssistantSpace(self.tool_specs())
         self.task: Task | None = None
+        self.workspace: Path | None = None
+        """The folder of an agent that played by itself, while its episode is scored; None in other episodes."""
         self.done = True
         self._restart()
 
@@ -75,6 +79,11 @@ class MessageEnv(gym.Env[Observation, Message]):
     def score(self, task: Task, transcript: Sequence[Message]) -> float | Reward:
         """The final score. `transcript`: what came after the prompt; it can be empty when a limit cut the episode."""
         return 0.0
+
+    def replay(self, transcript: Sequence[Message]) -> None:
+        """Takes in the conversation of an agent that played by itself: what `score` looks at and `respond` would have
+        kept. `respond` is not called for such an agent.
+        """
 
     def oracle(self, task: Task) -> list[Message]:
         """Assistant messages that solve `task`, for checks. Optional."""
@@ -143,6 +152,29 @@ class MessageEnv(gym.Env[Observation, Message]):
             raise gym.error.ResetNeeded("no episode is going on: there is nothing to finish")
         return self._end(reason)
 
+    def grade(
+        self,
+        transcript: Sequence[Message],
+        workspace: Path | None = None,
+        reason: StopReason = StopReason.ANSWER,
+    ) -> StepInfo:
+        """Ends an episode that an agent played by itself, and scores it. `transcript`: what came after the prompt, tool
+        results included; `workspace`: the agent's folder.
+
+        Raises:
+            gymnasium.error.ResetNeeded: no episode is going on.
+            EnvError: `replay` failed; the episode has no reward.
+        """
+        if self.done:
+            raise gym.error.ResetNeeded("no episode is going on: there is nothing to grade")
+        self.transcript[:], self.workspace = fresh(transcript), workspace
+        self.turn = sum(message.get("role") == "assistant" for message in transcript)
+        self.tool_calls = sum(len(message.get("tool_calls") or ()) for message in transcript)
+        with self._hook("replay"):
+            self.replay(fresh(transcript))
+        info: StepInfo = self._end(reason)[1]["step"]
+        return info
+
     def render(self) -> str:
         """The conversation so far, one message a line."""
         messages = [*self._prompt, *self.transcript]
@@ -191,6 +223,7 @@ class MessageEnv(gym.Env[Observation, Message]):
         self.turn = 0
         self.tool_calls, self.tool_errors, self.tool_seconds = 0, 0, 0.0
         self._step_rewards: list[float | None] = []
+        self.workspace = None
 
     def _end(self, reason: StopReason) -> tuple[float, dict[str, Any]]:
         self.done = True

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from palestra.envs.core import MessageEnv, Response
 from palestra.envs.spaces import fresh
 from palestra.envs.tasks import TaskSource
-from palestra.envs.tools import Call, Tool, collect_tools, run_call
+from palestra.envs.tools import Call, Tool, collect_tools, read_call, run_call
 from palestra.envs.types import Message, StopReason, Task, ToolSpec
 
 
@@ -41,6 +41,15 @@ class ToolEnv(MessageEnv):
         if not asked:
             return Response(stop=StopReason.ANSWER)
         return Response([self._answer(call) for call in asked])
+
+    def replay(self, transcript: Sequence[Message]) -> None:
+        """The calls of an agent that played by itself, as they were answered: a rubric sees them as if they had been run
+        here.
+        """
+        answers = {message.get("tool_call_id"): message for message in transcript if message.get("role") == "tool"}
+        asked = (call for message in transcript for call in message.get("tool_calls") or ())
+        self.calls = [read_call(call, answers[call.get("id")]) for call in asked if call.get("id") in answers]
+        self.tool_errors = sum(call.error is not None for call in self.calls)
 
     def _answer(self, asked: Mapping[str, Any]) -> Message:
         started = time.perf_counter()

@@ -147,6 +147,33 @@ def run_call(call: Mapping[str, Any], tools: Mapping[str, Tool], owner: object) 
     return Call(name, arguments, result, error, message)
 
 
+def read_call(asked: Mapping[str, Any], answer: Message) -> Call:
+    """A call that somebody else ran, from the message that asked and the one that answered it. A text that is JSON is
+    taken as the value it writes; one that begins with `Error` as a refusal.
+    """
+    function = asked.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    content = answer.get("content")
+    text = content if isinstance(content, str) else result_text(content)
+    error = text.removeprefix("Error: ") if text.startswith("Error") else None
+    arguments = _json(function.get("arguments"))
+    return Call(
+        name=str(function.get("name")),
+        arguments=arguments if isinstance(arguments, Mapping) else None,
+        result=None if error is not None else _json(text),
+        error=error,
+        message=dict(answer),
+    )
+
+
+def _json(text: Any) -> Any:
+    """The value that a text writes; anything else as it is."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return text
+
+
 def _arguments(known: Tool, raw: Any) -> dict[str, Any]:
     try:
         return parse_arguments(known.signature, raw)

@@ -253,8 +253,10 @@ class ServiceClient:
             indices=tuple(value["indices"]),
         )
 
-    def open_session(self, assignment: GroupAssignment, index: int, task_id: str) -> SessionHandle:
-        """Opens the session of rollout `index`.
+    def open_session(
+        self, assignment: GroupAssignment, index: int, task_id: str, *, sampling: str | None = None
+    ) -> SessionHandle:
+        """Opens the session of rollout `index`; `sampling`: what it makes of an agent's own wishes, see `SessionLimits`.
 
         Raises:
             AgentError: the service refused it or is gone.
@@ -265,6 +267,7 @@ class ServiceClient:
             "group_id": assignment.group_id,
             "task_id": task_id,
             "index": index,
+            "sampling": sampling,
         }
         try:
             value = self._json("POST", "/v1/sessions", body, retry=False)
@@ -278,11 +281,9 @@ class ServiceClient:
         Raises:
             AgentError: the service is gone.
         """
-        outcome = {name: getattr(outcome_of(episode), name) for name in outcome_of(episode).__slots__}
+        body = {"attempt": handle.attempt, "outcome": outcome_of(episode), "infra_if_faulted": True}
         try:
-            self._json(
-                "POST", f"/v1/sessions/{handle.rollout_id}/close", {"attempt": handle.attempt, "outcome": outcome}
-            )
+            self._json("POST", f"/v1/sessions/{handle.rollout_id}/close", body)
         except ServiceError as error:
             raise AgentError(str(error)) from error
 

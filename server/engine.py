@@ -146,10 +146,11 @@ class EngineClient:
         self.gate.set()
 
     async def _post_generate(self, body: bytes, key: str, deadline: float) -> Meta:
-        try:
-            await asyncio.wait_for(self.gate.wait(), max(deadline - time.monotonic(), 0.0))
-        except TimeoutError:
-            raise EngineError("a weight publish held the request back past its deadline") from None
+        if not self.gate.is_set():
+            try:
+                await asyncio.wait_for(self.gate.wait(), max(deadline - time.monotonic(), 0.0))
+            except TimeoutError:
+                raise EngineError("a weight publish held the request back past its deadline") from None
         self.on_wire += 1
         try:
             raw = await self._post(f"{self.url}/generate", body, {"X-SMG-Routing-Key": key}, deadline)

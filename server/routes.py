@@ -14,13 +14,24 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from palestra.server import control_bodies as bodies
 from palestra.server.buffer.codec import encode_group, join_blobs
+from palestra.server.control_bodies import Body, decode_body
+from palestra.server.gateway.dialects.reading import check_messages, check_tools
 from palestra.server.gateway.endpoint import key_of, read_body
 from palestra.server.gateway.types import status_of
 from palestra.server.service import RolloutService
 from palestra.server.types import ServerError, SessionError
 
 control = APIRouter()
+MAX_WAIT_S = 60.0
+"""How long one call waits for work or groups; its caller asks again."""
+
+
+class Framed(Response):
+    """Bytes that are no text."""
+
+    media_type = "application/octet-stream"
 
 
 def service_of(request: Request) -> RolloutService:
@@ -43,31 +54,13 @@ def require_admin(request: Request) -> None:
         raise SessionError("this route needs the admin token", 401, "invalid_api_key")
 
 
-async def body_of(request: Request) -> dict[str, Any]:
-    """The JSON object of a control call.
+async def body_as(request: Request, kind: type[Body]) -> Body:
+    """The body of a control call; an empty one is `{}`.
 
     Raises:
-        SessionError: 400 where it is none.
+        SessionError: 400 with the place of what is wrong.
     """
-    try:
-        value = orjson.loads(await read_body(request.receive, dict(request.headers.raw)) or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise SessionError(f"request body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise SessionError("request body must be a JSON object")
-    return value
-
-
-def field(body: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    """One required field.
-
-    Raises:
-        SessionError: 400 where it is missing or of another type.
-    """
-    value = body.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise SessionError(f"{name} must be given as {kind}, got {value!r}")
-    return value
+    return decode_body(await read_body(request.receive, dict(request.headers.raw)), kind)
 
 
 async def models(request: Request) -> Response:
@@ -92,8 +85,9 @@ async def status(request: Request) -> Response:
 async def register_worker(request: Request) -> Response:
     """A worker says how many tasks its environment has."""
     require_admin(request)
+    body = await body_as(request, bodies.WorkerBody)
     try:
-        service_of(request).plan.set_source(field(await body_of(request), "tasks", int))
+        service_of(request).plan.set_source(body.tasks)
     except ValueError as error:
         raise SessionError(str(error)) from error
     service_of(request).signal.notify()
@@ -104,38 +98,35 @@ async def register_worker(request: Request) -> Response:
 async def work(request: Request) -> Response:
     """The next assignment, or null when none came within `wait_s`."""
     require_admin(request)
-    body = await body_of(request)
-    assignment = await service_of(request).work(min(float(field(body, "wait_s", (int, float))), 60.0))
+    body = await body_as(request, bodies.WorkBody)
+    assignment = await service_of(request).work(min(body.wait_s, MAX_WAIT_S))
     return reply(None if assignment is None else assignment.as_dict())
 
 
-@control.post("/admin/claim")
+@control.post("/admin/claim", response_class=Framed)
 async def claim(request: Request) -> Response:
     """n groups in the buffer's own encoding, each behind its length (little-endian u32); empty when they did not come in time."""
     require_admin(request)
-    body = await body_of(request)
+    body = await body_as(request, bodies.ClaimBody)
     groups = await service_of(request).claim(
-        field(body, "n", int),
-        field(body, "owner", str),
-        float(field(body, "ttl_s", (int, float))),
-        min(float(field(body, "wait_s", (int, float))), 60.0),
-        body.get("claim_id"),
+        body.n, body.owner, body.ttl_s, min(body.wait_s, MAX_WAIT_S), body.claim_id
     )
     framed = join_blobs([encode_group(group) for group in groups])
-    return Response(framed, media_type="application/octet-stream")
+    return Framed(framed)
 
 
 @control.post("/admin/lease")
 async def lease(request: Request) -> Response:
     """Renews or releases leases."""
     require_admin(request)
-    body, service = await body_of(request), service_of(request)
-    ids, owner = field(body, "group_ids", list), field(body, "owner", str)
-    if body.get("release"):
-        count = service.buffer.release(ids, owner)
+    body, service = await body_as(request, bodies.LeaseBody), service_of(request)
+    if body.release:
+        count = service.buffer.release(body.group_ids, body.owner)
         service.signal.notify()
+    elif body.ttl_s is None:
+        raise SessionError("ttl_s must be given to renew leases")
     else:
-        count = service.buffer.renew(ids, owner, float(field(body, "ttl_s", (int, float))))
+        count = service.buffer.renew(body.group_ids, body.owner, body.ttl_s)
     return reply({"count": count})
 
 
@@ -143,13 +134,8 @@ async def lease(request: Request) -> Response:
 async def commit(request: Request) -> Response:
     """Marks groups as trained, all or none."""
     require_admin(request)
-    body = await body_of(request)
-    count = await service_of(request).commit(
-        field(body, "step", int),
-        field(body, "checkpoint_id", str),
-        field(body, "group_ids", list),
-        field(body, "owner", str),
-    )
+    body = await body_as(request, bodies.CommitBody)
+    count = await service_of(request).commit(body.step, body.checkpoint_id, body.group_ids, body.owner)
     return reply({"count": count})
 
 
@@ -157,16 +143,16 @@ async def commit(request: Request) -> Response:
 async def collect(request: Request) -> Response:
     """Deletes what no kept checkpoint can need."""
     require_admin(request)
-    oldest = field(await body_of(request), "oldest_train_step", int)
-    return reply({"deleted": await asyncio.to_thread(service_of(request).buffer.collect, oldest)})
+    body = await body_as(request, bodies.CollectBody)
+    return reply({"deleted": await asyncio.to_thread(service_of(request).buffer.collect, body.oldest_train_step)})
 
 
 @control.post("/admin/restore")
 async def restore(request: Request) -> Response:
     """A trainer starts from a checkpoint."""
     require_admin(request)
-    body = await body_of(request)
-    version = await service_of(request).restore(field(body, "train_step", int), field(body, "policy_version", int))
+    body = await body_as(request, bodies.RestoreBody)
+    version = await service_of(request).restore(body.train_step, body.policy_version)
     return reply({"next_version": version})
 
 
@@ -190,12 +176,12 @@ async def thaw(request: Request) -> Response:
 async def publish_begin(request: Request) -> Response:
     """Holds generation for new weights."""
     require_admin(request)
-    body = await body_of(request)
-    await service_of(request).publisher.begin(field(body, "version", int), field(body, "train_step", int))
+    body = await body_as(request, bodies.PublishBody)
+    await service_of(request).publisher.begin(body.version, body.train_step)
     return reply({"ok": True})
 
 
-@control.post("/admin/publish/bucket")
+@control.post("/admin/publish/bucket", openapi_extra={"requestBody": {"content": {Framed.media_type: {}}}})
 async def publish_bucket(request: Request) -> Response:
     """A part of the weights, a safetensors blob."""
     require_admin(request)
@@ -207,9 +193,8 @@ async def publish_bucket(request: Request) -> Response:
 async def publish_end(request: Request) -> Response:
     """Puts the new weights in force."""
     require_admin(request)
-    body = await body_of(request)
-    path = body.get("path")
-    await service_of(request).publish_end(field(body, "version", int), None if path is None else str(path))
+    body = await body_as(request, bodies.SealBody)
+    await service_of(request).publish_end(body.version, body.path)
     return reply({"ok": True})
 
 
@@ -217,8 +202,11 @@ async def publish_end(request: Request) -> Response:
 async def render(request: Request) -> Response:
     """Transcripts as supervised rows."""
     require_admin(request)
-    service, body = service_of(request), await body_of(request)
-    rows = [service.renderer.transcript(t["messages"], t.get("tools") or ()) for t in field(body, "transcripts", list)]
+    service, body = service_of(request), await body_as(request, bodies.RenderBody)
+    for transcript in body.transcripts:
+        check_messages(transcript.messages)
+        check_tools(transcript.tools or ())
+    rows = [service.renderer.transcript(said.messages, said.tools or ()) for said in body.transcripts]
     return reply([{"token_ids": row.token_ids, "loss_mask": row.loss_mask} for row in rows])
 
 
@@ -242,6 +230,11 @@ async def on_error(request: Request, error: Exception) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     said = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
     return reply({"error": {"message": said, "type": kind, "code": code, "param": None}}, status)
+
+
+async def on_gone(request: Request, error: Exception) -> Response:
+    """The caller left before its request was whole: nobody reads this."""
+    return Response(status_code=499)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from palestra.server.gateway.endpoint import read_body
 from palestra.server.gateway.opening import CloseBody, OpenSession, RewardBody
-from palestra.server.routes import reply, require_admin, service_of
+from palestra.server.routes import body_as, reply, require_admin, service_of
 from palestra.server.store.jsonbytes import dumps
 from palestra.server.transcripts import branches, trajectory_json
 from palestra.server.types import SessionError
 
 sessions = APIRouter()
-T = TypeVar("T")
-BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
-    ("post", "/v1/sessions"): OpenSession,
-    ("post", "/v1/sessions/{rollout_id}/reward"): RewardBody,
-    ("post", "/v1/sessions/{rollout_id}/close"): CloseBody,
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/sessions": OpenSession,
+    "/v1/sessions/{rollout_id}/reward": RewardBody,
+    "/v1/sessions/{rollout_id}/close": CloseBody,
 }
-"""Bodies of these routes, for the API's description."""
-
-
-async def body_as(request: Request, kind: type[T]) -> T:
-    """The body of a call; an empty one is `{}`.
-
-    Raises:
-        SessionError: 400 with the place of what is wrong.
-    """
-    raw = await read_body(request.receive, dict(request.headers.raw))
-    try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise SessionError(f"request body: {error}") from None
+"""Bodies of these routes by path, for the API's description."""
 
 
 def attempt_of(request: Request) -> int | None:

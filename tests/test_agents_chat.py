@@ -16,6 +16,7 @@ from aiohttp import web
 
 from palestra.agents.chat import ChatPolicy, close_client
 from palestra.agents.group import EpisodeThreads, Players, run_group
+from palestra.agents.players import PolicyPlayer
 from palestra.agents.types import (
     AgentError,
     GroupAssignment,
@@ -25,7 +26,7 @@ from palestra.agents.types import (
     SessionHandle,
 )
 from palestra.envs.calculator import Calculator, calls
-from palestra.envs.types import Episode, StopReason, Task
+from palestra.envs.types import Episode, Message, StopReason, Task
 from tests.conformance.policy_suite import CONVERSATION, TOOLS, PolicySuite
 
 
@@ -169,6 +170,7 @@ class TestErrors:
             (400, failure("context_length_exceeded"), StopReason.CONTEXT),
             (400, failure("budget_exceeded", "the budget of 8 turns is spent"), StopReason.MAX_TURNS),
             (400, failure("budget_exceeded", "spent", "max_tokens"), StopReason.MAX_TOKENS),
+            (400, failure("budget_exceeded", "the session's 600 s are over"), StopReason.DEADLINE),
             (409, failure("session_closed"), StopReason.CANCELLED),
             (409, failure("cancelled"), StopReason.CANCELLED),
         ],
@@ -247,6 +249,9 @@ class Host:
     def close_session(self, handle: SessionHandle, episode: Episode) -> None:
         self.closed[handle.api_key] = episode
 
+    def conversation(self, handle: SessionHandle) -> list[list[Message]]:
+        raise AssertionError("a policy's conversation is the environment's")
+
 
 def test_a_group_plays_over_http_more_connections_at_once_than_a_pool_has(server: Server) -> None:
     size, all_here = 105, asyncio.Event()
@@ -274,7 +279,7 @@ def test_a_group_plays_over_http_more_connections_at_once_than_a_pool_has(server
     server.chat = hold  # type: ignore[method-assign]
     task = Task("What is 12 plus 30?", 42, "t")
     host = Host(server)
-    players = Players(Calculator, lambda handle: ChatPolicy(handle, SamplingParams()))
+    players = Players(Calculator, PolicyPlayer(lambda handle: ChatPolicy(handle, SamplingParams())))
     episodes = run_group(
         GroupAssignment("g", size, 0, task, 1), players, host, Limits(deadline_s=60), EpisodeThreads(size)
     )

@@ -11,6 +11,7 @@ import pytest
 
 from palestra.agents import group as group_module
 from palestra.agents.group import EpisodeThreads, Players, run_group
+from palestra.agents.players import PolicyPlayer
 from palestra.agents.scripted import ScriptedPolicy
 from palestra.agents.types import GroupAssignment, Limits, Policy, PolicyReply, SessionHandle
 from palestra.envs.calculator import Calculator, arithmetic_tasks, calls
@@ -49,6 +50,9 @@ class Host:
         assert index not in self.closed, "closed twice"
         self.closed[index] = episode
 
+    def conversation(self, handle: SessionHandle) -> list[list[Message]]:
+        raise AssertionError("a policy's conversation is the environment's")
+
 
 def index_of(handle: SessionHandle) -> int:
     return int(handle.rollout_id.rsplit("/", 1)[1])
@@ -70,7 +74,7 @@ def run(
     concurrency: int = 8,
     given: GroupAssignment | None = None,
 ) -> list[Episode]:
-    players = Players(make_env, make_policy)
+    players = Players(make_env, PolicyPlayer(make_policy))
     return run_group(given or assignment(), players, host, limits or Limits(), EpisodeThreads(concurrency))
 
 
@@ -191,12 +195,12 @@ class TestFaults:
 
         host = Host()
         threads = EpisodeThreads(2)
-        players = Players(Calculator, lambda handle: Hung() if index_of(handle) == 0 else oracle(handle))
+        players = Players(Calculator, PolicyPlayer(lambda handle: Hung() if index_of(handle) == 0 else oracle(handle)))
         episodes = run_group(assignment(), players, host, Limits(deadline_s=3.0), threads)
         assert [episode.reward.value for episode in episodes] == [None, 1.0, 1.0, 1.0]
         assert "did not end" in (episodes[0].error or "")
         assert host.closed[0] == episodes[0]
-        free = run_group(assignment(size=2), Players(Calculator, oracle), Host(), Limits(), threads)
+        free = run_group(assignment(size=2), Players(Calculator, PolicyPlayer(oracle)), Host(), Limits(), threads)
         assert len(free) == 2
         release.set()
         assert woken.wait(
@@ -234,7 +238,7 @@ class TestFaults:
         threads.start(hang, "other", 1)
         host = Host()
         limits = Limits(deadline_s=0.05)
-        episodes = run_group(assignment(size=2), Players(Calculator, oracle), host, limits, threads)
+        episodes = run_group(assignment(size=2), Players(Calculator, PolicyPlayer(oracle)), host, limits, threads)
         release.set()
         assert [episode.reward.value for episode in episodes] == [None, None]
         assert "no free thread" in (episodes[0].error or "")

@@ -6,15 +6,19 @@ import json
 import math
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import pytest
 
+from palestra.agents.chat import ChatPolicy
 from palestra.agents.config import AgentConfig, GroupsConfig
 from palestra.agents.play import describe, play
+from palestra.agents.players import AgentPlayer, PolicyPlayer, player_of
 from palestra.agents.scripted import ScriptedPolicy
-from palestra.agents.types import AgentError, Limits, PolicyReply, PolicyStop, SamplingParams
+from palestra.agents.types import AgentError, Limits, PolicyReply, PolicyStop, SamplingParams, SessionHandle
+from palestra.agents.workspace import Workspaces
 from palestra.envs.calculator import Calculator, arithmetic_tasks, calls
 from palestra.envs.core import MessageEnv, Response
 from palestra.envs.registry import make_env
@@ -256,10 +260,42 @@ class TestConfig:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             GroupsConfig.model_validate(wrong)
 
-    def test_other_agents_are_not_built(self) -> None:
+    def test_each_kind_of_agent_has_its_own_fields(self) -> None:
         assert AgentConfig().kind == "chat"
-        for kind in ("python", "command"):
-            with pytest.raises(ValueError, match=f"not built: agent.kind = '{kind}'"):
-                AgentConfig.model_validate({"kind": kind})
-        with pytest.raises(ValueError, match=r"not built: agent\.command"):
-            AgentConfig.model_validate({"command": ["codex"]})
+        python = AgentConfig.model_validate({"kind": "python", "entry": "m:f", "keep_workspace": True})
+        assert (python.entry, python.keep_workspace, python.sampling) == ("m:f", True, "strict")
+        command = AgentConfig.model_validate({"kind": "command", "command": "codex {prompt}", "pass_env": ["LANG"]})
+        assert (command.command, command.pass_env) == ("codex {prompt}", ["LANG"])
+
+    def test_each_kind_has_its_player(self, tmp_path: Path) -> None:
+        chat = player_of(AgentConfig(), SamplingParams(), tmp_path)
+        assert isinstance(chat, PolicyPlayer)
+        policy = chat.make_policy(SessionHandle("r", 0, "http://x/v1", "key"))
+        assert isinstance(policy, ChatPolicy)
+        for keep, parent in ((True, tmp_path), (False, None)):
+            given = {"kind": "command", "command": ["true"], "keep_workspace": keep}
+            command = player_of(AgentConfig.model_validate(given), SamplingParams(), tmp_path)
+            assert isinstance(command, AgentPlayer)
+            assert command.workspaces == Workspaces(parent, keep)
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"kind": "python"}, "agent.entry must be given"),
+            ({"kind": "command"}, "agent.command must be given"),
+            ({"kind": "command", "command": []}, "agent.command must be given"),
+            ({"entry": "m:f"}, "agent.entry has no effect when agent.kind is 'chat'"),
+            ({"command": ["codex"]}, "agent.command has no effect"),
+            (
+                {"kind": "python", "entry": "m:f", "env": {"A": "b"}},
+                "agent.env has no effect when agent.kind is 'python'",
+            ),
+            ({"kind": "python", "entry": "m:f", "request_timeout_s": 5}, "agent.request_timeout_s has no effect"),
+            ({"keep_workspace": True}, "agent.keep_workspace has no effect"),
+            ({"kind": "shell"}, "kind"),
+            ({"sampling": "loose"}, "sampling"),
+        ],
+    )
+    def test_fields_without_effect_are_refused(self, fields: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            AgentConfig.model_validate(fields)

@@ -128,6 +128,16 @@ def test_equal_replies_are_told_apart_by_their_call_ids() -> None:
     assert not same_ids(CALL, other)
 
 
+def test_broken_arguments_that_a_client_mended_are_known_by_their_id() -> None:
+    def with_arguments(text: str, call_id: str) -> Message:
+        return {**CALL, "tool_calls": [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": text}}]}
+
+    tree = ConversationTree()
+    node = put(tree, 0, request(USER), with_arguments('{"a": 1', "c1"))
+    assert tree.match(request(USER, with_arguments('{"a": 1}', "c1"), USER), "").base is node
+    assert tree.match(request(USER, with_arguments('{"a": 1}', "c2"), USER), "").base is None
+
+
 def test_an_undelivered_reply_is_found_only_where_no_other_is() -> None:
     tree = ConversationTree()
     lost = put(tree, 0, request(USER), says("a"))

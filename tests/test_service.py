@@ -202,8 +202,8 @@ def test_max_tokens_is_cut_to_the_window(live: LiveService) -> None:
     [
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
-        ({"messages": QUESTION, "n": 2}, "not built: n"),
-        ({"messages": QUESTION, "stream": True}, "not built: stream"),
+        ({"messages": QUESTION, "n": 0}, "n"),
+        ({"messages": QUESTION, "stream": "yes"}, "stream"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ({"messages": "x"}, "array"),
     ],

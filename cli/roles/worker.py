@@ -6,20 +6,46 @@ It reaches the model by the gateway's URL only. It waits for work with bounded l
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from palestra.agents.chat import ChatPolicy, close_client
+from palestra.agents.chat import close_client
 from palestra.agents.group import EpisodeThreads, Players, run_group
-from palestra.agents.types import GroupAssignment
+from palestra.agents.players import player_of
+from palestra.agents.types import GroupAssignment, SessionHandle
 from palestra.cli.roles.context import RoleContext, on_stop
 from palestra.envs.registry import make_env, open_tasks
+from palestra.envs.types import Episode, Message
 from palestra.server.client import ServiceClient, ServiceError
 from palestra.server.health import HealthListener
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 20.0
 """How long the service may be unreachable before the worker gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The service as a `SessionHost`, with the run's rule about sampling."""
+
+    client: ServiceClient
+    sampling: str
+
+    def open_session(self, assignment: GroupAssignment, index: int, task_id: str) -> SessionHandle:
+        """See `ServiceClient.open_session`."""
+        return self.client.open_session(assignment, index, task_id, sampling=self.sampling)
+
+    def close_session(self, handle: SessionHandle, episode: Episode) -> None:
+        """See `ServiceClient.close_session`."""
+        self.client.close_session(handle, episode)
+
+    def conversation(self, handle: SessionHandle) -> Sequence[Sequence[Message]]:
+        """See `ServiceClient.conversation`."""
+        return self.client.conversation(handle)
 
 
 class Worker:
@@ -29,6 +55,11 @@ class Worker:
         self.context, self.client = context, client
         self.config = context.config
         self.threads = EpisodeThreads(self.config.env.concurrency)
+        self.sessions = Sessions(client, self.config.agent.sampling)
+        point_at(client.url)
+        env = self.config.env
+        player = player_of(self.config.agent, self.config.algo.sampling(), context.folder / "workspaces")
+        self.players = Players(lambda: make_env(env.id, env.args), player)
         self.stopping = threading.Event()
         self._groups: set[threading.Thread] = set()
         self._groups_at_once = max(1, -(-self.config.env.concurrency // self.config.algo.group_size))
@@ -71,13 +102,15 @@ class Worker:
         thread.start()
 
     def _play_group(self, assignment: GroupAssignment) -> None:
-        algo = self.config.algo
-        sampling, timeout_s = algo.sampling(), self.config.agent.request_timeout_s
-        players = Players(
-            make_env=lambda: make_env(self.config.env.id, self.config.env.args),
-            make_policy=lambda handle: ChatPolicy(handle, sampling, request_timeout_s=timeout_s),
-        )
-        run_group(assignment, players, self.client, algo.limits(), self.threads)
+        run_group(assignment, self.players, self.sessions, self.config.algo.limits(), self.threads)
+
+
+def point_at(url: str) -> None:
+    """Lets agents of this process find the service where their clients look for any other, and reach it past a proxy: also those that make
+    their client while they are imported."""
+    os.environ["OPENAI_BASE_URL"] = os.environ["OPENAI_API_BASE"] = f"{url}/v1"
+    direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(url).hostname]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(name for name in direct if name)
 
 
 def main(context: RoleContext) -> int:

@@ -70,16 +70,21 @@ class ModelEndpoint:
         name = headers.get(b"x-request-id") or headers.get(b"idempotency-key")
         retried = headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b"")
         call = self.desk.join(session, asked, body, None if name is None else name.decode("latin-1"), retried)
-        sent = False
+        sent, fault = False, None
         try:
             if asked.stream:
-                await self._stream(call, asked, receive, send)
+                fault = await self._stream(call, asked, receive, send)
             else:
                 reply = await self._wait(call, receive, _patience(headers))
                 raw = orjson.dumps(self.dialect.reply(asked, reply))
                 await write(send, 200, b"application/json", raw)
             sent = True
+        except ServerError as error:
+            fault = error
+            raise
         finally:
+            if sent or fault is not None:
+                session.fault = str(fault) if fault is not None and status_of(fault)[0] >= 500 else None
             if sent:
                 await self.core.mark(session, self.desk.sent(call), True)
             else:
@@ -102,9 +107,10 @@ class ModelEndpoint:
             "the model still works on this call; repeat the request to get its reply", 503, "still_generating"
         )
 
-    async def _stream(self, call: Call, asked: ModelCall, receive: Any, send: Any) -> None:
+    async def _stream(self, call: Call, asked: ModelCall, receive: Any, send: Any) -> ServerError | None:
+        """The reply as events; returns the error that ended a stream which had begun."""
         gone = asyncio.ensure_future(_disconnected(receive))
-        begun = False
+        begun, fault = False, None
         try:
             while not call.task.done():
                 await asyncio.wait((call.task, gone), timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
@@ -118,10 +124,12 @@ class ModelEndpoint:
             except ServerError as error:
                 if not begun:
                     raise
+                fault = error
                 await _push(send, True, self.dialect.error_event(error, status_of(error)[0]))
             else:
                 begun = await self._replay(asked, reply, gone, send, begun)
             await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+            return fault
         finally:
             gone.cancel()
 
@@ -263,21 +271,23 @@ async def _push(send: Any, begun: bool, data: bytes) -> None:
     await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def write(
-    send: Any, status: int, kind: bytes, raw: bytes, extra: list[tuple[bytes, bytes]] | None = None
-) -> None:
+async def write(send: Any, status: int, kind: bytes, raw: bytes, extra: list[tuple[bytes, bytes]] | None = None) -> None:
     """A whole response."""
     headers = [(b"content-type", kind), (b"content-length", b"%d" % len(raw)), *(extra or ())]
-    await _send(send, {"type": "http.response.start", "status": status, "headers": headers})
-    await _send(send, {"type": "http.response.body", "body": raw})
+    await _send(
+        send,
+        {"type": "http.response.start", "status": status, "headers": headers},
+        {"type": "http.response.body", "body": raw},
+    )
 
 
-async def _send(send: Any, message: Mapping[str, Any]) -> None:
+async def _send(send: Any, *messages: Mapping[str, Any]) -> None:
     """Raises:
     Gone: the caller reads no more.
     """
     try:
         async with asyncio.timeout(SEND_S):
-            await send(message)
+            for message in messages:
+                await send(message)
     except (TimeoutError, OSError):
         raise Gone from None

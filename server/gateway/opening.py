@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from palestra.envs.types import StopReason
 from palestra.server.gateway.calls import CallDesk
 from palestra.server.gateway.session import Session, SessionLimits, SessionTable, digest_of, new_key
 from palestra.server.gateway.tree import RAW_TOOLS, Node
@@ -70,6 +71,9 @@ class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
 
     attempt: int | None = None
     outcome: SessionOutcome | None = None
+    infra_if_faulted: bool = False
+    """Where the session's last model call failed by a fault of ours, the outcome has no reward: an agent that goes on after such a fault, or
+    gives up, is no measure of the policy."""
 
 
 class SessionDesk:
@@ -181,7 +185,11 @@ class SessionDesk:
         except SessionError:
             await self.log.close_session(rollout_id, body.attempt or 0, body.outcome or SessionOutcome(None))
             return None
-        return await self._end(session, body.outcome or self._posted(session))
+        outcome = body.outcome or self._posted(session)
+        if body.infra_if_faulted and session.fault is not None and outcome.reward is not None:
+            error = f"the last model call failed: {session.fault}"
+            outcome = replace(outcome, reward=None, stop_reason=StopReason.INFRA.value, error=error)
+        return await self._end(session, outcome)
 
     async def _end(self, session: Session, outcome: SessionOutcome) -> SessionOutcome:
         record = session.record

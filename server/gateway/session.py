@@ -85,6 +85,8 @@ class Session:
     opened_at: float = field(default_factory=time.monotonic)
     calls: dict[str, Call] = field(default_factory=dict)
     """Calls that run, or ended a short while ago, by the name under which a repetition finds them."""
+    fault: str | None = None
+    """Why its last model call failed, where that was a fault of ours; None once a later one succeeded."""
     forced: tuple[tuple[int, ...], ...] = ()
     """A test's wish: ids of its replies, call by call."""
 

@@ -43,7 +43,7 @@ class _Filed:
     message: Message
     """As the caller will echo it."""
     choice: Choice
-    index: int
+    turn: Turn
 
 
 class TurnCore:
@@ -141,7 +141,7 @@ class TurnCore:
             choice = choice_of(self.renderer, call, place, completion, parsed)
             turn = _turn(session.turns, place, completion, parsed, temperature, delivered)
             turns.append(turn)
-            filed.append(_Filed(completion, dict(parsed.message), choice, turn.index))
+            filed.append(_Filed(completion, dict(parsed.message), choice, turn))
             session.turns += 1
             if tail is not None:
                 turns.append(_tail_turn(session.turns, place, completion, tail, temperature))
@@ -155,7 +155,7 @@ class TurnCore:
             raise SessionError("the session was closed while the model answered", 409, "session_closed")
         for entry in filed:
             session.tree.add(self._node(place, entry, delivered))
-        waiting.turns = tuple(entry.index for entry in filed)
+        waiting.turns = tuple(entry.turn.index for entry in filed)
         await self.mark(
             session, waiting.turns, waiting.wanted
         )  # somebody may have left or come back while it was written
@@ -176,12 +176,12 @@ class TurnCore:
     def _node(self, place: Place, entry: _Filed, delivered: bool) -> Node:
         ids = entry.completion.token_ids
         return Node(
-            index=entry.index,
+            index=entry.turn.index,
             parent=place.base,
             messages=place.new,
             reply=entry.message,
-            delta=array("i", place.delta),
-            completion=array("i", ids),
+            delta=array("i", entry.turn.prompt_delta.tobytes()),
+            completion=array("i", entry.turn.completion_ids.tobytes()),
             opened=len(place.opened),
             tools=place.tools_key,
             raw=place.raw,
@@ -194,7 +194,7 @@ class TurnCore:
     def _reply(self, session: Session, call: ModelCall, place: Place, filed: Sequence[_Filed]) -> ModelReply:
         record = session.record
         return ModelReply(
-            reply_id=f"{record.rollout_id}-{record.attempt}-{filed[0].index}",
+            reply_id=f"{record.rollout_id}-{record.attempt}-{filed[0].turn.index}",
             model=call.model or self.model,
             created=int(time.time()),
             choices=tuple(entry.choice for entry in filed),

@@ -56,6 +56,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek-r1": Family("deepseek", "DeepSeekRenderer", {"variant": "r1"}),
     "harmony": Family("harmony", "HarmonyRenderer"),
     "mistral": Family("mistral", "MistralRenderer"),
+    **{f"mistral-{v}": Family("mistral", "MistralRenderer", {"version": v}) for v in ("v3", "v7", "v11", "v13")},
 }
 """Every family that is written out. `generic`, which needs a chat template, is known besides."""
 

@@ -22,6 +22,9 @@ class Break:
 
 
 BREAK: Final = Break()
+SHORT = 16
+"""Characters of a text whose ids are remembered: templates put the same few words around every turn."""
+SHORT_TEXTS = 4096
 Piece = int | str | Break
 
 
@@ -49,6 +52,7 @@ class TokenCodec:
         self._special_text = {token: name for name, token in self.special.items()}
         names = sorted(self.special, key=len, reverse=True)
         self._special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._short: dict[str, tuple[int, ...]] = {}
         self._plain = _without_added(self._full)
 
     @property
@@ -70,7 +74,13 @@ class TokenCodec:
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text; special tokens in it are spelled out. A lone surrogate, which JSON can carry and UTF-8 cannot, becomes
         U+FFFD."""
-        return list(self._plain.encode(without_surrogates(text), add_special_tokens=False).ids) if text else []
+        if len(text) > SHORT:
+            return list(self._plain.encode(without_surrogates(text), add_special_tokens=False).ids)
+        if (known := self._short.get(text)) is None:
+            known = tuple(self._plain.encode(without_surrogates(text), add_special_tokens=False).ids) if text else ()
+            if len(self._short) < SHORT_TEXTS:
+                self._short[text] = known
+        return list(known)
 
     def wording(self, text: str) -> list[Piece]:
         """A format's own fixed wording as pieces: the special tokens that it spells become ids, as a chat template's do. Never for what a

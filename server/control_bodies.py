@@ -1,0 +1,134 @@
+"""What the bodies of the control routes hold: the decoder checks types and ranges, and the API's description shows them. Pure.
+
+In: bytes. Out: one of these, or a SessionError 400 that says where the fault is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from palestra.server.types import SessionError
+
+Body = TypeVar("Body")
+_MAX = 2**53
+
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX)]
+"""A train step, a policy version."""
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+Name: TypeAlias = Annotated[str, Meta(max_length=4096)]
+
+
+class WorkerBody(msgspec.Struct):
+    """POST /admin/worker."""
+
+    tasks: Count
+    """How many its environment has."""
+
+
+class WorkBody(msgspec.Struct):
+    """POST /admin/work."""
+
+    wait_s: Seconds
+
+
+class ClaimBody(msgspec.Struct):
+    """POST /admin/claim."""
+
+    n: Count
+    owner: Name
+    ttl_s: Seconds
+    wait_s: Seconds
+    claim_id: Name | None = None
+    """The same in every repetition of one claim."""
+
+
+class LeaseBody(msgspec.Struct):
+    """POST /admin/lease: renews for `ttl_s`, or releases."""
+
+    group_ids: list[Name]
+    owner: Name
+    release: bool = False
+    ttl_s: Seconds | None = None
+    """Must be given to renew."""
+
+
+class CommitBody(msgspec.Struct):
+    """POST /admin/commit."""
+
+    step: Number
+    checkpoint_id: Name
+    group_ids: list[Name]
+    owner: Name
+
+
+class CollectBody(msgspec.Struct):
+    """POST /admin/collect."""
+
+    oldest_train_step: Number
+
+
+class RestoreBody(msgspec.Struct):
+    """POST /admin/restore."""
+
+    train_step: Number
+    policy_version: Number
+
+
+class PublishBody(msgspec.Struct):
+    """POST /admin/publish/begin."""
+
+    version: Number
+    train_step: Number
+
+
+class SealBody(msgspec.Struct):
+    """POST /admin/publish/end."""
+
+    version: Number
+    path: Name | None = None
+    """The folder of the weights; None: those that came in buckets."""
+
+
+class Transcript(msgspec.Struct):
+    """A finished conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class RenderBody(msgspec.Struct):
+    """POST /admin/render."""
+
+    transcripts: list[Transcript]
+
+
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/admin/worker": WorkerBody,
+    "/admin/work": WorkBody,
+    "/admin/claim": ClaimBody,
+    "/admin/lease": LeaseBody,
+    "/admin/commit": CommitBody,
+    "/admin/collect": CollectBody,
+    "/admin/restore": RestoreBody,
+    "/admin/publish/begin": PublishBody,
+    "/admin/publish/end": SealBody,
+    "/admin/render": RenderBody,
+}
+"""By path, for the API's description."""
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """The body of a call; an empty one is `{}`.
+
+    Raises:
+        SessionError: 400 with the place of what is wrong.
+    """
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise SessionError(f"request body: {error}") from None
