@@ -116,8 +116,8 @@ class TestMoe(EngineSuite):
     @pytest.mark.parametrize(
         ("field", "body"),
         [
-            ("top_p", {"sampling_params": {"top_p": 0.9}}),
-            ("top_k", {"sampling_params": {"top_k": 5}}),
+            ("n", {"sampling_params": {"n": 2}}),
+            ("stop_regex", {"sampling_params": {"stop_regex": "a+"}}),
             ("stream", {"stream": True}),
             ("lora_path", {"lora_path": "x"}),
             ("input_ids", {"input_ids": []}),

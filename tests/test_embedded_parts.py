@@ -1,9 +1,8 @@
-"""The embedded engine's parts in this process: the core's steps, the scheduler's bounds, the prefix store, draws, and the loop's death."""
+"""The embedded engine's parts in this process: the core's steps, the scheduler's bounds, the prefix store, and the loop's death."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from palestra.server.embedded.core import Core, Finished
 from palestra.server.embedded.engine import Engine
 from palestra.server.embedded.jobs import Job
 from palestra.server.embedded.prefixes import PrefixStore
-from palestra.server.embedded.sampling import Wish, draw, uniform
 from palestra.server.embedded.types import EngineDied, EngineOptions, GenerateCall, RequestRefused
 from palestra.server.embedded.workspace import CacheShape, Workspace
 from tests.conformance.engine_suite import full_forward, wait_until
@@ -44,7 +42,7 @@ def call(rid: str, prompt: range, new: int = 8) -> GenerateCall:
 
 def run_all(core: Core, calls: list[GenerateCall]) -> list[Finished]:
     for order, one in enumerate(calls):
-        core.scheduler.add(Job(one, order))
+        core.scheduler.add(core.job(one, order))
     finished: list[Finished] = []
     for _ in range(10_000):
         finished += core.step()
@@ -141,24 +139,6 @@ def test_names_tell_prefixes_and_salts_apart() -> None:
         store.extend_names(names, tokens, salt)
         named += names
     assert len(set(named)) == 6
-
-
-def test_draws_follow_the_distribution() -> None:
-    """2000 draws per temperature: every cell within five standard deviations, by seeds that are fixed."""
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, float("-inf")])
-    for temperature in (0.5, 1.0, 2.0):
-        n = 2000
-        ids, logprobs = draw(logits.repeat(n, 1), [Wish(temperature, uniform(seed, 0)) for seed in range(n)])
-        expected = (logits / temperature).softmax(-1)
-        for token in range(5):
-            p = float(expected[token])
-            assert abs(ids.count(token) - n * p) <= 5 * math.sqrt(n * p * (1 - p))
-        assert logprobs[0] == pytest.approx(math.log(float(expected[ids[0]])), abs=1e-5)
-
-
-def test_a_model_that_gives_no_numbers_is_a_fault() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        draw(torch.full((1, 4), float("nan")), [Wish(1.0, 0.5)])
 
 
 class FailingCore(Core):

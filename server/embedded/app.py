@@ -74,6 +74,8 @@ class Api:
         )
         if call.want_experts and not core.model.shape.top_k:
             raise RequestRefused("return_routed_experts: this model has no experts")
+        if call.stop:
+            await asyncio.to_thread(core.texts.load)  # a large vocabulary takes a second: the loop goes on meanwhile
         result = await self._unless_gone(request, call)
         if result is None:
             return Response(status_code=CLIENT_GONE)

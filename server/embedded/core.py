@@ -24,7 +24,8 @@ from palestra.server.embedded.model import SlotModel, load_model
 from palestra.server.embedded.prefixes import PrefixStore
 from palestra.server.embedded.sampling import draw
 from palestra.server.embedded.scheduler import Scheduler
-from palestra.server.embedded.types import EngineOptions, GenerateResult
+from palestra.server.embedded.stops import StopWatch, Texts
+from palestra.server.embedded.types import EngineOptions, GenerateCall, GenerateResult
 from palestra.server.embedded.weights import WeightViews
 from palestra.server.embedded.workspace import Workspace
 
@@ -49,9 +50,21 @@ class Core:
         space = Workspace(shape, options.max_running, self.context_length)
         store = PrefixStore(shape, max(1, tokens // options.page_size), options.page_size)
         self.scheduler = Scheduler(space, store, options.max_running, tokens, options.chunk_size)
+        self.texts = Texts(options.model_path)
         self.version = "default"
         self.generated = self.prompted = self.cached = 0
         """Tokens since the start: sampled, in prompts of requests that ran, and taken from the prefix store of those."""
+
+    def job(self, call: GenerateCall, order: int) -> Job:
+        """A job for a call, `order`th to arrive; the scheduler does not have it yet.
+
+        Raises:
+            RequestRefused: it has stop texts, and the model folder has no tokenizer.
+        """
+        if not call.stop:
+            return Job(call, order)
+        self.texts.load()
+        return Job(call, order, StopWatch(call.stop, self.texts.decode, len(call.prompt)))
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -65,13 +78,13 @@ class Core:
         ready = [piece.job for piece in pieces if piece.last]
         if not ready:
             return []
-        ids, logprobs = draw(logits, [job.wish() for job in ready])
+        drawn = draw(logits, [job.wish() for job in ready])
         finished = []
-        for job, token, logprob in zip(ready, ids, logprobs, strict=True):
+        for job, token, logprob, top in zip(ready, drawn.ids, drawn.logprobs, drawn.tops, strict=True):
             if not job.sampled:
                 self.prompted += len(job.call.prompt)
                 self.cached += job.cached or 0
-            if reason := job.append(token, logprob, self.version):
+            if reason := job.append(token, logprob, self.version, top):
                 finished.append(self.finish(job, reason))
         self.generated += len(ready)
         return finished

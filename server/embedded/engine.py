@@ -83,13 +83,13 @@ class Engine:
 
         Raises:
             EngineDied: the loop has died.
-            RequestRefused: a request of the same rid is under way.
+            RequestRefused: a request of the same rid is under way, or stop texts cannot be looked for.
         """
         self._check_alive()
         if call.rid in self._waiting:
             raise RequestRefused(f"a request with rid {call.rid!r} is under way already")
         self._arrivals += 1
-        job = Job(call, self._arrivals)
+        job = self.core.job(call, self._arrivals)
         future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
         self._waiting[call.rid] = (job, future)
         self._inbox.append(job)

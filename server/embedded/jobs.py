@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.server.embedded.sampling import Wish, uniform
+from palestra.server.embedded.sampling import Top, Wish, uniform
+from palestra.server.embedded.stops import StopWatch
 from palestra.server.embedded.types import GenerateCall, GenerateResult
 
 
@@ -19,9 +20,13 @@ class Job:
     call: GenerateCall
     order: int
     """Order of arrival; the queue is kept in it, so a retracted request comes first again."""
+    watch: StopWatch | None = None
+    """Looks for the call's stop texts; None where it has none."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and completion."""
     logprobs: list[float] = field(default_factory=list)
+    tops: list[Top] = field(default_factory=list)
+    """Likeliest tokens at each place of the completion, where the call asks for them."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     filled: int = 0
     """Leading tokens whose keys and values are in the slot."""
@@ -49,11 +54,18 @@ class Job:
 
     def wish(self) -> Wish:
         """How its next token is drawn."""
-        forced = self.call.forced_ids[self.sampled] if self.sampled < len(self.call.forced_ids) else -1
-        return Wish(self.call.temperature, uniform(self.call.seed, len(self.tokens)), forced)
+        call = self.call
+        return Wish(
+            call.temperature,
+            uniform(call.seed, len(self.tokens)),
+            forced=call.forced_ids[self.sampled] if self.sampled < len(call.forced_ids) else -1,
+            top=call.top_logprobs,
+            shaping=call.shaping,
+            sampled=() if call.shaping is None else self.completion,
+        )
 
-    def append(self, token: int, logprob: float, version: str) -> dict[str, Any] | None:
-        """Takes the next token. Returns the finish reason if it was the last one."""
+    def append(self, token: int, logprob: float, version: str, top: Top = ()) -> dict[str, Any] | None:
+        """Takes the next token. Returns the finish reason if it was the last one; a stop text comes before a stop id, as in SGLang."""
         at = self.sampled
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -61,6 +73,10 @@ class Job:
             self.versions[-1] = (version, self.versions[-1][1], at + 1)
         else:
             self.versions.append((version, at, at + 1))
+        if self.call.top_logprobs:
+            self.tops.append(top)
+        if self.watch is not None and (text := self.watch.check(self.tokens)) is not None:
+            return {"type": "stop", "matched": text}
         if token in self.call.stop_ids:
             return {"type": "stop", "matched": token}
         if self.sampled >= self.call.max_new_tokens:
@@ -76,4 +92,5 @@ class Job:
             versions=tuple(self.versions),
             cached_tokens=self.cached or 0,
             experts=experts,
+            top_logprobs=tuple(self.tops),
         )

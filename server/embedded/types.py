@@ -85,6 +85,30 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Shaping:
+    """How a request bends the distribution that it draws from. The logprobs that are reported know nothing of it."""
+
+    top_p: float = 1.0
+    """Tokens are kept from the likeliest on until their mass is more than this; in (0, 1]."""
+    top_k: int = -1
+    """Tokens kept, the likeliest; -1: all."""
+    min_p: float = 0.0
+    """Tokens under this share of the likeliest one's probability are dropped."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that the completion has it already."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of every token that the completion has."""
+    repetition_penalty: float = 1.0
+    """Positive logits of the completion's tokens are divided by it, negative ones multiplied; after the other two."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit); each id once."""
+    min_new_tokens: int = 0
+    """So many tokens are drawn before `held_ids` can be. A stop text may still end the completion earlier."""
+    held_ids: tuple[int, ...] = ()
+    """The model's end ids and the request's stop ids: those of a request that ignores them too."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateCall:
     """One checked request."""
 
@@ -102,6 +126,12 @@ class GenerateCall:
     want_experts: bool = False
     extra_key: str = ""
     """Requests share cached prefixes only within one key."""
+    stop: tuple[str, ...] = ()
+    """Texts: the completion ends with the token after which its text contains one."""
+    top_logprobs: int = 0
+    """Likeliest tokens to report at every place."""
+    shaping: Shaping | None = None
+    """None: drawn from the model's own distribution at the temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +141,14 @@ class GenerateResult:
     token_ids: tuple[int, ...]
     """The end token included, if one came."""
     logprobs: tuple[float, ...]
-    """log softmax(logits / temperature) of each id, over the whole vocabulary."""
+    """log softmax(logits / temperature) of each id, over the whole vocabulary, before any penalty, bias or filter."""
     finish_reason: dict[str, Any]
-    """{"type": "stop", "matched": id}, {"type": "length", "length": n} or {"type": "abort", "message": text}."""
+    """{"type": "stop", "matched": id or stop text}, {"type": "length", "length": n} or {"type": "abort", "message": text}."""
     versions: tuple[tuple[str, int, int], ...]
     """(version, start, end) within token_ids, run-length coded."""
     cached_tokens: int
     """Prompt tokens whose keys and values were taken from the prefix store when the request first ran."""
     experts: NDArray[np.int16] | None = None
     """[prompt + completion - 1, layers, top-k]; -1 in layers without experts. Where the request asked for it."""
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+    """Per id (logprob, id) of the likeliest tokens, best first, of the distribution of `logprobs`. Where the request asked for it."""

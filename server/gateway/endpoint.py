@@ -271,7 +271,9 @@ async def _push(send: Any, begun: bool, data: bytes) -> None:
     await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
 
 
-async def write(send: Any, status: int, kind: bytes, raw: bytes, extra: list[tuple[bytes, bytes]] | None = None) -> None:
+async def write(
+    send: Any, status: int, kind: bytes, raw: bytes, extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
     """A whole response."""
     headers = [(b"content-type", kind), (b"content-length", b"%d" % len(raw)), *(extra or ())]
     await _send(

@@ -72,8 +72,8 @@ class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
     attempt: int | None = None
     outcome: SessionOutcome | None = None
     infra_if_faulted: bool = False
-    """Where the session's last model call failed by a fault of ours, the outcome has no reward: an agent that goes on after such a fault, or
-    gives up, is no measure of the policy."""
+    """Where the session's last model call failed by a fault of ours, the outcome has no reward: an agent that goes on after such a fault,
+    or gives up, is no measure of the policy."""
 
 
 class SessionDesk:
@@ -285,4 +285,6 @@ def _restored(stored: StoredSession, trajectory: Trajectory, codec: TokenCodec) 
         if tools == RAW_TOOLS:
             node.text = codec.decode(node.ids())
         session.tree.add(node)
+        session.orphans.append(node)
+    session.orphans = [node for node in session.orphans if not node.children]
     return session

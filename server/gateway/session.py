@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from palestra.server.gateway.tree import ConversationTree
+from palestra.server.gateway.tree import ConversationTree, Node
 from palestra.server.store.types import SessionRecord
 from palestra.server.types import SessionError
 
@@ -85,6 +85,8 @@ class Session:
     opened_at: float = field(default_factory=time.monotonic)
     calls: dict[str, Call] = field(default_factory=dict)
     """Calls that run, or ended a short while ago, by the name under which a repetition finds them."""
+    orphans: list[Node] = field(default_factory=list)
+    """Branch ends that a former process of the service recorded: nobody knows whether their replies were sent."""
     fault: str | None = None
     """Why its last model call failed, where that was a fault of ours; None once a later one succeeded."""
     forced: tuple[tuple[int, ...], ...] = ()

@@ -21,6 +21,7 @@ from palestra.server.engine import EngineClient
 from palestra.server.engine_wire import Prompt
 from palestra.server.gateway.calls import Call
 from palestra.server.gateway.prompts import Place, PromptMaker
+from palestra.server.gateway.recovered import recorded, take_orphan
 from palestra.server.gateway.replies import choice_of, usage_of
 from palestra.server.gateway.sampling import engine_sampling
 from palestra.server.gateway.session import Session
@@ -77,6 +78,8 @@ class TurnCore:
             call = replace(call, forced_ids=session.forced[session.started])
         place = await self.prompts.place(session, call)
         await self._revive(session, place.base)
+        if session.orphans and (node := take_orphan(session, call, place)) is not None:
+            return await self._again(session, call, place, node, waiting)
         most = _reply_bound(session, call, place.length)
         stop_ids = self.renderer.stop_ids
         if not call.parallel_tool_calls and self.renderer.call_end is not None:
@@ -93,6 +96,15 @@ class TurnCore:
             session.reserved -= most * call.n
         filed = await self._record(session, call, place, completions, wishes[0].temperature, waiting)
         return self._reply(session, call, place, filed)
+
+    async def _again(self, session: Session, call: ModelCall, place: Place, node: Node, waiting: Call) -> ModelReply:
+        """The reply of a turn that is on record already, to a caller that may have lost it."""
+        turn, completion = recorded(self.log, session, node)
+        parsed = ParsedReply(dict(turn.messages[-1]), turn.ill_formed)
+        choice = choice_of(self.renderer, call, place, completion, parsed)
+        waiting.turns = (node.index,)
+        await self.mark(session, waiting.turns, waiting.wanted)
+        return self._reply(session, call, place, [_Filed(completion, dict(parsed.message), choice, turn)])
 
     async def _generate(
         self, session: Session, prompt: Prompt, wishes: Sequence[Any], waiting: Call
