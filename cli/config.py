@@ -1,7 +1,8 @@
-"""The run's configuration: one TOML file, checked whole before anything starts.
+"""The configuration of a training run, and that of a service alone: one TOML file each, checked whole before anything starts.
 
-In: a file and overrides such as `--optim.lr=1e-5`. Out: a frozen `RunConfig`, or an error that names the field, what is wrong and, for a
-misspelt key, the nearest one. Each package owns its section; this module puts them together and owns `[run]` and `[model]`.
+In: a file and overrides such as `--optim.lr=1e-5`. Out: a frozen `RunConfig` or `ServeConfig`, or an error that names the field, what is
+wrong and, for a misspelt key, the nearest one. Each package owns its section; this module puts them together and owns `[run]` and
+`[model]`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from palestra.agents.config import AgentConfig
 from palestra.envs.config import EnvConfig, Section
-from palestra.server.config import RolloutConfig, ScheduleConfig
+from palestra.server.config import EngineSection, RolloutConfig, ScheduleConfig, ServeSection, UpdateSection
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
 
 
@@ -69,18 +70,37 @@ class ModelConfig(Section):
     )
     path: str
     """A local folder in Hugging Face form, a hub id, or a packaged model (`smollm2-135m`)."""
+    family: str | None = None
+    """Chat family (`palestra doctor template MODEL` says which are known); None: told by the model's files."""
     cache: str = "~/.cache/palestra"
     """Where packaged models are converted to, once."""
 
 
-class RunSection(Section):
-    """`[run]`: where the run lives and how long it goes on."""
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class FolderSection(Section):
+    """`[run]` of a service: where its folder is."""
 
     table: ClassVar[str] = "run"
     not_built: ClassVar[frozenset[str]] = frozenset({"free_disk_bytes", "buffer_dir", "wall_clock_s"})
     save_dir: str = "runs"
     """Parent of the run's folder."""
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("serve", pattern=_NAME)
+    """The run's folder below save_dir."""
+    start_deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    """How long a role may take to become ready, seconds."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.save_dir).expanduser() / self.name
+
+
+class RunSection(FolderSection):
+    """`[run]` of a training run: also how long it goes on."""
+
+    name: str = Field("run", pattern=_NAME)
     """The run's folder below save_dir."""
     steps: int = Field(10, ge=1)
     """Train steps."""
@@ -88,12 +108,10 @@ class RunSection(Section):
     """Train steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that stay."""
-    start_deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    """How long a role may take to become ready, seconds."""
 
 
 class RunConfig(Section):
-    """The whole file."""
+    """The whole file of a training run."""
 
     not_built: ClassVar[frozenset[str]] = frozenset(
         {"hardware", "placement", "workload", "sandbox", "eval", "sglang", "router"}
@@ -117,40 +135,117 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        return Path(self.run.save_dir).expanduser() / self.run.name
+        return self.run.folder
+
+
+class ServeConfig(Section):
+    """The whole file of a service without a trainer."""
+
+    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "sandbox", "sglang", "router"})
+    model: ModelConfig
+    run: FolderSection = FolderSection()
+    rollout: EngineSection = EngineSection()
+    schedule: UpdateSection = UpdateSection()
+    serve: ServeSection = ServeSection()
+    version: Literal[1] = 1
+    """Of this file's form."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ServeConfig:
+        window = self.rollout.context_len
+        if self.serve.max_context is not None and self.serve.max_context > window:
+            raise ValueError(
+                f"serve.max_context ({self.serve.max_context}) is more than rollout.context_len ({window})"
+            )
+        if self.serve.max_response >= self.window:
+            raise ValueError(
+                f"serve.max_response ({self.serve.max_response}) leaves no room for a prompt in {self.window} tokens"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.run.folder
+
+    @property
+    def window(self) -> int:
+        """Prompt and reply of a session that asks for nothing else, tokens."""
+        return self.serve.max_context or self.rollout.context_len
+
+
+AnyConfig: TypeAlias = RunConfig | ServeConfig
+"""What a run folder can hold."""
+KINDS: Mapping[str, type[RunConfig] | type[ServeConfig]] = {"train": RunConfig, "serve": ServeConfig}
+"""`kind` in a run folder's meta.json, and the form of the run.toml beside it."""
+C = TypeVar("C", bound=Section)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads, overrides and checks.
+    """A training run's configuration: see `load_as`."""
+    return load_as(RunConfig, path, overrides)
+
+
+def check_config(data: Mapping[str, Any], where: str) -> RunConfig:
+    """A training run's configuration from plain values: see `check_as`."""
+    return check_as(RunConfig, data, where)
+
+
+def read_run(folder: Path) -> AnyConfig:
+    """The configuration that a run folder has, in the form that its meta.json tells.
+
+    Raises:
+        ConfigError: there is none, or it is of another version.
+    """
+    return load_as(KINDS[kind_of(folder)], folder / "run.toml")
+
+
+def kind_of(folder: Path) -> str:
+    """train or serve.
+
+    Raises:
+        ConfigError: the folder has no run.
+    """
+    try:
+        kind = str(json.loads((folder / "meta.json").read_text()).get("kind", "train"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no run is here ({error})") from None
+    if kind not in KINDS:
+        raise ConfigError(f"{folder / 'meta.json'}: kind {kind!r}; known: {', '.join(KINDS)}")
+    return kind
+
+
+def load_as(form: type[C], path: Path | None, overrides: Sequence[str] = ()) -> C:
+    """Reads, overrides and checks. Without a file all is given by overrides.
 
     Raises:
         ConfigError: everything that is wrong with it.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = {} if path is None else tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for override in overrides:
         _apply(data, override)
-    return check_config(data, str(path))
+    return check_as(form, data, "arguments" if path is None else str(path))
 
 
-def check_config(data: Mapping[str, Any], where: str) -> RunConfig:
+def check_as(form: type[C], data: Mapping[str, Any], where: str) -> C:
     """A checked configuration from plain values.
 
     Raises:
         ConfigError: a line per fault: field, what is wrong, what to do.
     """
     try:
-        return RunConfig.model_validate(data)
+        return form.model_validate(data)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in error.errors()]
+        lines = [_explain(form, fault) for fault in error.errors()]
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
-def dump_toml(config: RunConfig) -> str:
+def dump_toml(config: AnyConfig) -> str:
     """The resolved configuration as TOML, every default written out."""
     data = config.model_dump(mode="json", exclude_none=True)
     plain = {key: value for key, value in data.items() if not isinstance(value, dict)}
@@ -187,11 +282,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
     at[parts[-1]] = value
 
 
-def _explain(fault: Any) -> str:
+def _explain(form: type[Section], fault: Any) -> str:
     """One pydantic fault in a user's words."""
     path = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(fault["loc"][:-1])
+        known = _known_keys(form, fault["loc"][:-1])
         close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
         return f"unknown field {path}" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}")
     if fault["type"] == "missing":
@@ -202,8 +297,8 @@ def _explain(fault: Any) -> str:
     return f"{path}: {message}, got {fault['input']!r}"
 
 
-def _known_keys(tables: Sequence[Any]) -> list[str]:
-    model: Any = RunConfig
+def _known_keys(form: type[Section], tables: Sequence[Any]) -> list[str]:
+    model: Any = form
     for table in tables:
         annotation = model.model_fields[table].annotation
         options = [annotation, *getattr(annotation, "__args__", ())]

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from palestra.cli.config import ConfigError, load_config
+from palestra.cli.config import ConfigError
 from palestra.cli.progress import summary
 from palestra.server.renderer.tokens import TokenCodec
 from palestra.server.rows import trajectory_rows
@@ -75,7 +75,8 @@ def show_run(run: Path, reader: StoreReader, console: Console, as_json: bool) ->
         listed = " ".join("-" if r is None else f"{r:.2f}" for r in rewards.get(group.group_id, []))
         table.add_row(group.group_id, tasks.get(group.group_id, ""), str(group.state), listed)
     console.print(table)
-    summary(run, load_config(run / "run.toml").run.steps, console, over=False)
+    config = read_run(run)
+    summary(run, config.run.steps if isinstance(config, RunConfig) else 0, console, over=False)
 
 
 def _table(*names: str) -> Table:

@@ -1,7 +1,7 @@
-"""The run's folder: made for a new run, checked for a resumed one.
+"""The run's folder: made for a new run, checked for one that goes on.
 
-In: a configuration. Out: a folder with `run.toml`, `meta.json` and the admin token. A folder that exists is only used with `--resume`, and
-then nothing that shapes the data or the model may have changed.
+In: a configuration. Out: a folder with `run.toml`, `meta.json` and the keys. A training run's folder that exists is only used with
+`--resume`, and then nothing that shapes the data or the model may have changed; a service goes on in its folder whenever it is started.
 """
 
 from __future__ import annotations
@@ -10,13 +10,26 @@ import json
 import os
 import platform
 import secrets
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.config import ConfigError, RunConfig, dump_toml, load_config
+from rich.console import Console
+
+from palestra.cli.config import (
+    AnyConfig,
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    ServeConfig,
+    dump_toml,
+    kind_of,
+    read_run,
+)
 from palestra.cli.roles.context import write_atomically
 
 MAY_CHANGE = frozenset(
@@ -32,8 +45,12 @@ MAY_CHANGE = frozenset(
 """Fields that a resumed run may have otherwise."""
 
 
+SERVICE_KEEPS = frozenset({"model.path", "rollout.context_len"})
+"""Fields that a service cannot have otherwise than before: its open sessions are told in this model's tokens, within this window."""
+
+
 def prepare(config: RunConfig, model_folder: Path, resume: bool) -> Path:
-    """The run's folder, ready for its roles.
+    """A training run's folder, ready for its roles.
 
     Raises:
         ConfigError: it exists (or does not, with `resume`), or the configuration changed in what it must not.
@@ -45,25 +62,72 @@ def prepare(config: RunConfig, model_folder: Path, resume: bool) -> Path:
     if resume and not exists:
         raise ConfigError(f"{folder} has no run to resume")
     if resume:
-        _check_unchanged(load_config(folder / "run.toml"), config)
-    for part in ("log", "roles", "store", "steps", "checkpoints"):
+        _check_kind(folder, "train")
+        if changed := [line for key, line in _changes(folder, config) if key not in MAY_CHANGE]:
+            raise ConfigError(
+                f"a resumed run cannot change {', '.join(changed)}; start a new run under another --run.name"
+            )
+    _furnish(folder, config, model_folder, "train", ("log", "roles", "store", "steps", "checkpoints"))
+    return folder
+
+
+def prepare_service(config: ServeConfig, model_folder: Path) -> Path:
+    """A service's folder, ready for its roles; one that has served before goes on.
+
+    Raises:
+        ConfigError: it has a training run, or was served with another model or window.
+    """
+    folder = config.folder.resolve()
+    if (folder / "run.toml").is_file():
+        _check_kind(folder, "serve")
+        if changed := [line for key, line in _changes(folder, config) if key in SERVICE_KEEPS]:
+            raise ConfigError(f"{folder} cannot go on with other {', '.join(changed)}; choose another --name")
+    _furnish(folder, config, model_folder, "serve", ("log", "roles", "store"))
+    if config.serve.agent_key:
+        _make_key(folder / "roles" / "agent.key")
+    return folder
+
+
+def resolve_model(model: ModelConfig, console: Console) -> Path:
+    """The model's folder; a packaged model is converted on its first use, in a process of its own (it needs torch).
+
+    Raises:
+        ConfigError: there is no such model; the message says what to do.
+    """
+    cache = Path(model.cache).expanduser()
+    command = [sys.executable, "-m", "palestra.trainer.packaged", model.path, "--cache", str(cache)]
+    with console.status(f"preparing the model {model.path}"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ConfigError(f"model.path: {lines[-1]}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def _furnish(folder: Path, config: AnyConfig, model_folder: Path, kind: str, parts: Sequence[str]) -> None:
+    for part in parts:
         (folder / part).mkdir(parents=True, exist_ok=True)
     for stale in (folder / "roles").glob("*.json"):
         stale.unlink()
-    token = folder / "roles" / "admin.token"
-    if not token.is_file():
-        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(secrets.token_urlsafe(32))
-    write_atomically(folder / "run.toml", dump_toml(config))
+    _make_key(folder / "roles" / "admin.token")
     meta = {
+        "kind": kind,
         "model_folder": str(model_folder),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "palestra": version("palestra"),
         "python": platform.python_version(),
     }
     write_atomically(folder / "meta.json", json.dumps(meta, indent=1))
-    return folder
+    # Last: a folder that has it has all of the others.
+    write_atomically(folder / "run.toml", dump_toml(config))
+
+
+def _make_key(path: Path) -> None:
+    """A random key that only this user can read; one that is there stays."""
+    if not path.is_file():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(secrets.token_urlsafe(32))
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -82,12 +146,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _check_unchanged(before: RunConfig, now: RunConfig) -> None:
-    old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(now.model_dump(mode="json")))
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in MAY_CHANGE]
-    if changed:
-        lines = ", ".join(f"{key} (was {old.get(key)!r}, is {new.get(key)!r})" for key in changed)
-        raise ConfigError(f"a resumed run cannot change {lines}; start a new run under another --run.name")
+def _check_kind(folder: Path, kind: str) -> None:
+    if (found := kind_of(folder)) != kind:
+        raise ConfigError(f"{folder} is the folder of `palestra {found}`; choose another name")
+
+
+def _changes(folder: Path, now: AnyConfig) -> list[tuple[str, str]]:
+    """(field, what became of it) of all that the folder's configuration has otherwise."""
+    old, new = dict(_flat(read_run(folder).model_dump(mode="json"))), dict(_flat(now.model_dump(mode="json")))
+    return [
+        (key, f"{key} (was {old.get(key)!r}, is {new.get(key)!r})")
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

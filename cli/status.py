@@ -1,4 +1,4 @@
-"""`palestra status RUN`: what a running job does, and who waits for whom."""
+"""`palestra status RUN`: what a running job or service does, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from palestra.cli.config import kind_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,10 +22,10 @@ def main(argv: Sequence[str]) -> int:
     if not roles:
         print(f"{options.run}: no run here, or none of its roles ever started", file=sys.stderr)
         return 1
-    alive = 0
+    alive, kind = 0, kind_of(options.run)
     for path in roles:
         about = json.loads(path.read_text())
-        text = role_status(path.stem, about["url"])
+        text = role_status(path.stem, about["url"], kind)
         alive += text is not None
         print(f"{path.stem:8} pid {about['pid']:<8} {text or 'gone'}")
     return 0 if alive else 1
@@ -41,8 +44,16 @@ def get(url: str, timeout_s: float = 5.0) -> bytes | None:
         return None
 
 
-def role_status(name: str, url: str) -> str | None:
-    """What a role says of itself; None where nobody answers."""
+def role_url(folder: Path, name: str) -> str | None:
+    """Where a role of this run announced itself; None where it did not."""
+    try:
+        return str(json.loads((folder / "roles" / f"{name}.json").read_text())["url"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def role_status(name: str, url: str, kind: str = "train") -> str | None:
+    """What a role of a run of this kind says of itself; None where nobody answers."""
     raw = get(f"{url}/{'status' if name == 'service' else 'health'}")
     if raw is None:
         return None
@@ -50,4 +61,19 @@ def role_status(name: str, url: str) -> str | None:
         value = json.loads(raw)
     except ValueError:
         return "ok"
+    if name == "service" and kind == "serve":
+        return service_line(value)
     return str(value.get("waits") or value.get("doing") or value.get("status") or "ok")
+
+
+def service_line(status: Mapping[str, Any]) -> str:
+    """A service without a plan of its own: nobody is waited for, so its load in one line."""
+    groups = status["groups"]
+    parts = [
+        f"sessions {status['sessions']}",
+        f"requests at the engine {status['engine_requests']}",
+        f"groups ready {groups['ready']}, claimed {groups['claimed']}",
+    ]
+    if status["publishing"] is not None:
+        parts.append(f"engines wait for the weights of version {status['publishing']}")
+    return "; ".join(parts)

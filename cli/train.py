@@ -7,7 +7,6 @@ wrong, 130 stopped by the user. The supervisor that this starts loads no torch.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from palestra.cli.config import ConfigError, RunConfig, load_config
 from palestra.cli.launch.local import LocalLauncher
 from palestra.cli.launch.types import LaunchError
 from palestra.cli.progress import Progress, summary
-from palestra.cli.runfolder import prepare
+from palestra.cli.runfolder import prepare, resolve_model
 from palestra.cli.supervisor import Supervisor
 from palestra.envs.registry import find_spec
 from palestra.envs.tasks import read_tasks
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = load_config(options.config, overrides)
         check_inputs(config)
-        folder = prepare(config, resolve_model(config, console), options.resume)
+        folder = prepare(config, resolve_model(config.model, console), options.resume)
     except (ConfigError, EnvError, TaskError) as error:
         print(f"palestra train: {error}", file=sys.stderr)
         return 2
@@ -94,19 +93,3 @@ def check_inputs(config: RunConfig) -> None:
         check_passthrough(config.megatron)
     except TrainerError as error:
         raise ConfigError(str(error)) from None
-
-
-def resolve_model(config: RunConfig, console: Console) -> Path:
-    """The model's folder; a packaged model is converted on its first use, in a process of its own (it needs torch).
-
-    Raises:
-        ConfigError: there is no such model; the message says what to do.
-    """
-    cache = Path(config.model.cache).expanduser()
-    command = [sys.executable, "-m", "palestra.trainer.packaged", config.model.path, "--cache", str(cache)]
-    with console.status(f"preparing the model {config.model.path}"):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ConfigError(f"model.path: {lines[-1]}")
-    return Path(done.stdout.strip().splitlines()[-1])

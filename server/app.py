@@ -30,7 +30,6 @@ from palestra.server.gateway.endpoint import Gone, ModelEndpoint
 from palestra.server.gateway.openapi import describe
 from palestra.server.gateway.types import Dialect
 from palestra.server.listen import LOOPBACK
-from palestra.server.listen import bind as bind
 from palestra.server.routes import control, models, on_error, on_gone, on_http_error
 from palestra.server.service import RolloutService
 from palestra.server.session_routes import BODIES, sessions
@@ -95,7 +94,7 @@ def build_app(service: RolloutService, admin_token: str, *, control_here: bool =
     return app
 
 
-def control_app(service: RolloutService, admin_token: str) -> FastAPI:
+def control_app(service: RolloutService, admin_token: str) -> ServiceApp:
     """The control routes alone, for an address that agents cannot reach."""
     app = _app(service, admin_token, None)
     _add_control(app)

@@ -76,6 +76,8 @@ class RolloutService:
             EngineError: the engine is unfit or does not answer.
         """
         await self.engine.open()
+        # A former service may have died in the middle of a weight update, which will never end: requests would wait for it.
+        await self.engine.control("/continue_generation", {})
         prompt = self.renderer.render([{"role": "user", "content": "Hello"}])
         await self.engine.probe(prompt.ids, self.renderer.stop_ids)
         if self.settings.tasks is not None:
@@ -201,6 +203,8 @@ class RolloutService:
             since, n = self._trainer_waits
             ready = self.buffer.ready_count()
             return f"trainer waits {time.monotonic() - since:.0f} s for {n - ready} of {n} groups{who}"
+        if self.plan.order is None:
+            return f"{len(self.sessions)} sessions are open, {self.engine.running} of their calls run"
         if self.plan.published_step is None:
             return "workers wait for the trainer's first publish"
         if not self.plan.book.groups:

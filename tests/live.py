@@ -17,8 +17,9 @@ from typing import Any
 import httpx2 as httpx
 import uvloop
 
-from palestra.server.app import bind, build_app
+from palestra.server.app import build_app
 from palestra.server.gateway.session import SessionLimits
+from palestra.server.listen import bind
 from palestra.server.plan.plan import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings

@@ -1,4 +1,4 @@
-"""The run's configuration: every wrong input has one clear line, and no field is without effect."""
+"""The configuration of runs: every wrong input has one clear line, and no field is without effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from pydantic.fields import FieldInfo
 
-from palestra.cli.config import ConfigError, RunConfig, check_config, dump_toml, load_config
+from palestra.cli.config import (
+    AnyConfig,
+    ConfigError,
+    RunConfig,
+    ServeConfig,
+    check_as,
+    check_config,
+    dump_toml,
+    kind_of,
+    load_as,
+    load_config,
+)
 from palestra.envs.config import Section
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +42,7 @@ MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calcu
         ({"schedule": {"kind": "async"}}, "schedule.max_staleness must be given"),
         ({"schedule": {"max_staleness": 3}}, "schedule.max_staleness is 0"),
         ({"schedule": {"deadline_s": float("inf")}}, "schedule.deadline_s"),
-        ({"agent": {"kind": "command"}}, "not built: agent.kind"),
+        ({"agent": {"kind": "command"}}, "agent.command must be given"),
         ({"run": {"name": "../x"}}, "run.name"),
     ],
 )
@@ -64,6 +75,28 @@ def test_overrides_and_the_resolved_file_round_trip(tmp_path: Path) -> None:
     assert load_config(path) == config
 
 
+def test_a_service_s_resolved_file_round_trips_and_needs_no_file_at_first(tmp_path: Path) -> None:
+    given = ["--model.path=m", "--serve.port=8000", "--serve.sampling=free", "--serve.temperature=0"]
+    config = load_as(ServeConfig, None, given)
+    assert (config.serve.port, config.serve.temperature, config.run.name) == (8000, 0.0, "serve")
+    path = tmp_path / "run.toml"
+    path.write_text(dump_toml(config))
+    assert load_as(ServeConfig, path) == config
+    with pytest.raises(ConfigError, match=r"arguments: model must be given"):
+        load_as(ServeConfig, None, [])
+
+
+def test_a_folder_says_which_kind_of_run_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run is here"):
+        kind_of(tmp_path)
+    for said, kind in (('{"model_folder": "m"}', "train"), ('{"kind": "serve"}', "serve")):
+        (tmp_path / "meta.json").write_text(said)
+        assert kind_of(tmp_path) == kind
+    (tmp_path / "meta.json").write_text('{"kind": "fly"}')
+    with pytest.raises(ConfigError, match="kind 'fly'; known: train, serve"):
+        kind_of(tmp_path)
+
+
 @pytest.mark.parametrize("override", ["--lr=1", "--optim.lr", "--model.path.x=1"])
 def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
     path = tmp_path / "run.toml"
@@ -72,7 +105,10 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
         load_config(path, [override])
 
 
-def sections(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Section], str, FieldInfo]]:
+FORMS: tuple[type[AnyConfig], ...] = (RunConfig, ServeConfig)
+
+
+def sections(model: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section], str, FieldInfo]]:
     """(path, section, name, field) of every leaf of the configuration."""
     for name, field in model.model_fields.items():
         options = [field.annotation, *getattr(field.annotation, "__args__", ())]
@@ -106,13 +142,16 @@ READ_INSIDE = {
     "algo.max_response": "sampling",
 }
 # One value only: every other is refused by name, so there is nothing to consume.
-SINGLE = {"rollout.engine", "agent.kind", "algo.estimator", "optim.schedule", "version"}
+SINGLE = {"rollout.engine", "algo.estimator", "optim.schedule", "version"}
 
 
-def test_every_field_has_a_consumer_or_a_refusal() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_every_field_has_a_consumer_or_a_refusal(form: type[AnyConfig]) -> None:
     consumed = consumed_names()
     idle = [
-        path for path, _, name, _ in sections() if path not in SINGLE and READ_INSIDE.get(path, name) not in consumed
+        path
+        for path, _, name, _ in sections(form)
+        if path not in SINGLE and READ_INSIDE.get(path, name) not in consumed
     ]
     assert idle == []
 
@@ -120,12 +159,16 @@ def test_every_field_has_a_consumer_or_a_refusal() -> None:
 @pytest.mark.parametrize("path", sorted(SINGLE))
 def test_fields_of_one_value_refuse_every_other(path: str) -> None:
     table, _, name = path.rpartition(".")
-    values: dict[str, Any] = {**MINIMAL, table: {name: "something else"}} if table else {**MINIMAL, name: 7}
+    values: dict[str, Any] = {table: {name: "something else"}} if table else {name: 7}
     with pytest.raises(ConfigError):
-        check_config(values, "x")
+        check_config({**MINIMAL, **values}, "x")
+    if not table or table in ServeConfig.model_fields:
+        with pytest.raises(ConfigError):
+            check_as(ServeConfig, {"model": MINIMAL["model"], **values}, "x")
 
 
-def test_what_is_not_built_is_not_also_a_field() -> None:
-    seen = {section for _, section, _, _ in sections()} | {RunConfig}
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_built_is_not_also_a_field(form: type[AnyConfig]) -> None:
+    seen = {section for _, section, _, _ in sections(form)} | {form}
     for section in seen:
         assert not section.not_built & section.model_fields.keys(), section

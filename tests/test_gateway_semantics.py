@@ -80,7 +80,7 @@ def test_n_replies_are_siblings_and_each_is_recorded(service: ServiceClient) -> 
     assert len({tuple(turn.completion_ids.tolist()) for turn in turns}) == 3, "one seed gave the same reply again"
     assert [choice.index for choice in done.choices] == [0, 1, 2]
     assert done.usage.completion_tokens == sum(len(turn.completion_ids) for turn in turns)
-    second = dict(role="assistant", content=done.choices[1].message.content)
+    second = {"role": "assistant", "content": done.choices[1].message.content}
     if not done.choices[1].message.tool_calls:
         talk.say([*QUESTION, second, {"role": "user", "content": "and?"}])
         assert talk.trajectory().turns[-1].parent == 1

@@ -16,6 +16,8 @@ from palestra.cli.launch.types import RoleSpec
 
 PARENT = "PALESTRA_PARENT_PID"
 """Environment variable with the supervisor's pid: a role asks the kernel to end it together with that process."""
+LISTENERS = "PALESTRA_LISTENERS"
+"""Environment variable with the descriptors of the listening sockets that a role is given, separated by commas."""
 
 
 class LocalProcess:
@@ -79,6 +81,7 @@ class LocalLauncher:
             "PYTHONSAFEPATH": "1",
             "PYTHONUNBUFFERED": "1",
             PARENT: str(os.getpid()),
+            LISTENERS: ",".join(map(str, spec.listeners)),
             **spec.env,
         }
         with output.open("ab") as stream:
@@ -89,5 +92,6 @@ class LocalLauncher:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                pass_fds=spec.listeners,
             )
         return LocalProcess(spec.name, process, output)

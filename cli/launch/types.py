@@ -22,6 +22,9 @@ class RoleSpec:
     """The run's folder."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment."""
+    listeners: tuple[int, ...] = ()
+    """Listening sockets of the supervisor that the role answers on, as file descriptors: they outlive the role, so that callers of one that
+    is started again wait instead of being refused. Only for launchers of this machine."""
 
 
 class RoleProcess(Protocol):

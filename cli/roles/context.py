@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.config import ConfigError, RunConfig, load_config
+from palestra.cli.config import AnyConfig, ConfigError, RunConfig, read_run
 from palestra.cli.launch.local import PARENT
 
 _PR_SET_PDEATHSIG = 1
@@ -44,9 +44,21 @@ class RoleContext:
 
     name: str
     folder: Path
-    config: RunConfig
+    run: AnyConfig
+    """The run's configuration, of whichever kind it is."""
     model: Path
     """The resolved model folder."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of a training run, for the roles that only such a run has.
+
+        Raises:
+            ConfigError: this is a service's folder.
+        """
+        if not isinstance(self.run, RunConfig):
+            raise ConfigError(f"{self.folder} is no training run: it has no role {self.name}")
+        return self.run
 
     @property
     def token(self) -> str:
@@ -86,9 +98,8 @@ def enter(name: str, config_path: Path) -> RoleContext:
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    config = load_config(config_path)
     meta = json.loads((folder / "meta.json").read_text())
-    return RoleContext(name, folder, config, Path(meta["model_folder"]))
+    return RoleContext(name, folder, read_run(folder), Path(meta["model_folder"]))
 
 
 def _die_with_parent() -> None:

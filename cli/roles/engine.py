@@ -9,7 +9,7 @@ from palestra.server.embedded.types import EngineOptions
 
 def main(context: RoleContext) -> int:
     """Serves until SIGTERM."""
-    rollout = context.config.rollout
+    rollout = context.run.rollout
     options = EngineOptions(
         model_path=str(context.model),
         num_threads=rollout.threads,

@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 
+from palestra.cli.config import RunConfig, ServeConfig
+from palestra.cli.launch.local import LISTENERS
 from palestra.cli.roles.context import RoleContext
 from palestra.envs.tasks import read_tasks, task_to_json
-from palestra.server.app import bind, build_app, serve
+from palestra.server.app import build_app, control_app, serve
 from palestra.server.gateway.session import SessionLimits
+from palestra.server.listen import bind, url_of
 from palestra.server.plan.plan import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 
+NEVER = 1 << 40
+"""Train steps that no run comes to: the bound of a service that drops nothing for its age."""
+
 
 def main(context: RoleContext) -> int:
     """Serves until SIGTERM."""
-    service = RolloutService(settings_of(context), load_renderer(context.model))
-    app = build_app(service, context.token)
-    started = serve(app, bind("127.0.0.1", 0), context.announce)
+    service = RolloutService(settings_of(context), load_renderer(context.model, context.run.model.family))
+    listeners = given_listeners() or [bind("127.0.0.1", 0)]
+    model, control = listeners[0], listeners[-1]
+    service.base_url = base_url(context, model, control)
+    apps = [(build_app(service, context.token, control_here=model is control), model)]
+    if control is not model:
+        apps.append((control_app(service, context.token), control))
+    started = serve(apps, lambda: context.announce(url_of(control)))
     if not started:
         logging.getLogger(__name__).error("the service did not start")
     return 0 if started else 1
 
 
+def given_listeners() -> list[socket.socket]:
+    """The listening sockets that the supervisor holds for this role: of the model routes, and of the control routes where they have their
+    own. None: the role makes one itself."""
+    sockets = [socket.socket(fileno=int(number)) for number in os.environ.get(LISTENERS, "").split(",") if number]
+    for sock in sockets:
+        sock.set_inheritable(False)
+    return sockets
+
+
+def base_url(context: RoleContext, model: socket.socket, control: socket.socket) -> str:
+    """What sessions are told; "": wherever their opener reached us, which with one listener is right behind any address."""
+    if isinstance(context.run, ServeConfig) and context.run.serve.url is not None:
+        return context.run.serve.url
+    return "" if model is control else url_of(model)
+
+
 def settings_of(context: RoleContext) -> ServiceSettings:
     """The service's settings from the run's configuration."""
-    config = context.config
+    return _of_training(context, context.run) if isinstance(context.run, RunConfig) else _alone(context, context.run)
+
+
+def _of_training(context: RoleContext, config: RunConfig) -> ServiceSettings:
     algo, rollout = config.algo, config.rollout
     window = min(algo.max_context or rollout.context_len, rollout.context_len)
     tasks = None if config.env.tasks is None else [task_to_json(task) for task in read_tasks(config.env.tasks)]
@@ -48,4 +80,38 @@ def settings_of(context: RoleContext) -> ServiceSettings:
         update_mode=config.schedule.update_mode,
         deadline_s=config.schedule.deadline_s,
         tasks=tasks,
+    )
+
+
+def _alone(context: RoleContext, config: ServeConfig) -> ServiceSettings:
+    """Without a trainer there are no tasks, and so nothing for a plan to open: what it is told of training is never asked for."""
+    serve = config.serve
+    key = (context.folder / "roles" / "agent.key").read_text().strip() if serve.agent_key else None
+    return ServiceSettings(
+        store=context.folder / "store",
+        engine_url=context.peer("engine"),
+        model=config.model.path,
+        limits=SessionLimits(
+            max_turns=serve.max_turns,
+            max_response=serve.max_response,
+            max_context=config.window,
+            temperature=serve.temperature,
+            max_tokens=serve.max_tokens,
+            deadline_s=serve.session_deadline_s,
+            sampling=serve.sampling,
+        ),
+        plan=PlanSettings(
+            groups_per_step=1,
+            group_size=1,
+            staleness=NEVER if serve.staleness is None else serve.staleness,
+            last_step=0,
+            drop_zero_variance=serve.drop_zero_variance,
+            retries=0,
+            seed=0,
+            shuffle=False,
+            rollout_deadline_s=serve.session_deadline_s,
+        ),
+        update_mode=config.schedule.update_mode,
+        deadline_s=config.schedule.deadline_s,
+        agent_key=key,
     )
