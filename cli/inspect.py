@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from palestra.cli.config import ConfigError
+from palestra.cli.config import ConfigError, RunConfig, read_run
 from palestra.cli.progress import summary
 from palestra.server.renderer.tokens import TokenCodec
 from palestra.server.rows import trajectory_rows

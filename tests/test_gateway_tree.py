@@ -130,7 +130,10 @@ def test_equal_replies_are_told_apart_by_their_call_ids() -> None:
 
 def test_broken_arguments_that_a_client_mended_are_known_by_their_id() -> None:
     def with_arguments(text: str, call_id: str) -> Message:
-        return {**CALL, "tool_calls": [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": text}}]}
+        return {
+            **CALL,
+            "tool_calls": [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": text}}],
+        }
 
     tree = ConversationTree()
     node = put(tree, 0, request(USER), with_arguments('{"a": 1', "c1"))
