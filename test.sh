@@ -10,6 +10,7 @@ cd "$(dirname "$0")"
 tier=${1:-}
 [ $# -eq 0 ] || shift
 prepare train,dev
+prepare_model
 export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 case $tier in
     --unit) selected="not walk and not ci and not full" ;;

