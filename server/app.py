@@ -19,6 +19,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from palestra.server import control_bodies
@@ -107,7 +108,8 @@ def _app(service: RolloutService, admin_token: str, lifespan: Any) -> ServiceApp
     app.openapi = functools.cache(lambda: describe(app, {**control_bodies.BODIES, **BODIES}))  # type: ignore[method-assign]
     app.add_exception_handler(ServerError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Gone, on_gone)
+    for gone in (Gone, ClientDisconnect):  # ours, and the framework's own
+        app.add_exception_handler(gone, on_gone)
     app.add_exception_handler(Exception, on_error)
     return app
 

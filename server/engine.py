@@ -61,6 +61,8 @@ class EngineClient:
         self.idle = Signal()
         """Notified whenever a request leaves an engine."""
         self._cancelled: set[str] = set()
+        self._parts: dict[str, str] = {}
+        """Request -> the name under which its present part runs at the engine."""
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -89,17 +91,24 @@ class EngineClient:
         finally:
             self.running -= 1
             self._cancelled.discard(rid)
+            self._parts.pop(rid, None)
 
     async def _generate(
         self, prompt: Prompt, sampling: EngineSampling, rid: str, key: str, deadline_s: float
     ) -> Completion:
         joined = Joined()
+        meta: Meta | None = None
         cached, part = -1, 0
         deadline = time.monotonic() + deadline_s
         while True:
             left = sampling.max_new_tokens - len(joined.ids)
-            part_rid = rid if part == 0 else f"{rid[:-4]}{part:04x}"
+            part_rid = self._parts[rid] = rid if part == 0 else f"{rid[:-4]}{part:04x}"
             body = request_body(prompt.and_then(joined.ids), sampling, part_rid, left, len(joined.ids))
+            await self._admitted(deadline)
+            if rid in self._cancelled:
+                if meta is None:
+                    raise EngineError(f"request {rid} was ended before it began")
+                return joined.completion("abort", cached, meta)
             meta = await self._post_generate(body, key, deadline)
             joined.add(meta, part_rid)
             cached = meta.cached_tokens if cached < 0 else cached
@@ -145,12 +154,16 @@ class EngineClient:
         """Lets requests go on, from prompt and partial completion, with what was left of their budget."""
         self.gate.set()
 
+    async def _admitted(self, deadline: float) -> None:
+        """Until no publish holds requests back."""
+        if self.gate.is_set():
+            return
+        try:
+            await asyncio.wait_for(self.gate.wait(), max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            raise EngineError("a weight publish held the request back past its deadline") from None
+
     async def _post_generate(self, body: bytes, key: str, deadline: float) -> Meta:
-        if not self.gate.is_set():
-            try:
-                await asyncio.wait_for(self.gate.wait(), max(deadline - time.monotonic(), 0.0))
-            except TimeoutError:
-                raise EngineError("a weight publish held the request back past its deadline") from None
         self.on_wire += 1
         try:
             raw = await self._post(f"{self.url}/generate", body, {"X-SMG-Routing-Key": key}, deadline)
@@ -186,9 +199,10 @@ class EngineClient:
             delay = min(delay * 2, 5.0)
 
     async def cancel(self, rid: str) -> None:
-        """Ends a running request; `generate` returns what it has, with finish_reason abort."""
-        self._cancelled.add(rid)
-        await self.control("/abort_request", {"rid": rid})
+        """Ends a running request; `generate` returns what it has, with finish_reason abort. One that has ended is left alone."""
+        if (part_rid := self._parts.get(rid)) is not None:
+            self._cancelled.add(rid)
+            await self.control("/abort_request", {"rid": part_rid})
 
     async def control(self, path: str, payload: dict[str, Any], *, timeout_s: float = 120.0) -> list[dict[str, Any]]:
         """One control call to every worker at once; the answers in the workers' order.

@@ -59,6 +59,8 @@ def read_answer(raw: bytes) -> Meta:
         raise EngineError(f"the engine's answer to /generate is not understood: {error}") from None
 
 
+_IDS = 2**31
+"""Ids are below it, whatever the vocabulary."""
 _PLAIN = {
     "top_p": 1.0,
     "top_k": -1,
@@ -129,9 +131,12 @@ def version_of(wire: str | int) -> int:
     if wire == "default":
         return 0
     try:
-        return int(wire)
+        version = int(wire)
     except ValueError:
-        raise EngineError(f"the engine reports weight_version {wire!r}, which is no policy version") from None
+        version = -1
+    if not 0 <= version < 2**62:
+        raise EngineError(f"the engine reports weight_version {wire!r}, which is no policy version")
+    return version
 
 
 def request_body(ids: bytes, sampling: EngineSampling, rid: str, left: int, done: int) -> bytes:
@@ -181,6 +186,8 @@ class Joined:
         for logprob, token, _ in meta.output_token_logprobs:
             if not (isinstance(logprob, float) and math.isfinite(logprob)):
                 raise EngineError(f"the engine returned a logprob that is not finite for {rid}")
+            if not 0 <= token < _IDS:
+                raise EngineError(f"the engine returned {token} for {rid}, which is no id")
             self.logprobs.append(logprob)
             self.ids.append(token)
         for span in meta.weight_versions or [_Span(meta.weight_version, 0, meta.completion_tokens)]:
@@ -209,10 +216,25 @@ class Joined:
 
 
 def _check(meta: Meta) -> None:
+    at = 0
+    for span in meta.weight_versions:
+        if span.start != at or span.end < span.start:
+            raise EngineError(f"the engine's version spans {_said(meta)} do not follow each other from 0")
+        at = span.end
+    if meta.weight_versions and at != meta.completion_tokens:
+        raise EngineError(f"the engine's version spans {_said(meta)} do not cover its {meta.completion_tokens} tokens")
+    if meta.output_top_logprobs is not None and len(meta.output_top_logprobs) != meta.completion_tokens:
+        raise EngineError(
+            f"the engine gives alternatives for {len(meta.output_top_logprobs)} of {meta.completion_tokens} tokens"
+        )
     if len(meta.output_token_logprobs) != meta.completion_tokens:
         raise EngineError(
             f"the engine says {meta.completion_tokens} tokens but gives {len(meta.output_token_logprobs)} ids with logprobs"
         )
+
+
+def _said(meta: Meta) -> list[tuple[int, int]]:
+    return [(span.start, span.end) for span in meta.weight_versions]
 
 
 def _append_span(spans: list[VersionSpan], version: int, start: int, end: int) -> None:
@@ -229,4 +251,11 @@ def _experts(meta: Meta) -> I16 | None:
         return None
     if meta.routed_experts_shape is None:
         raise EngineError("the engine gives routed experts without their shape: its element type is not known")
-    return np.frombuffer(base64.b64decode(meta.routed_experts), dtype=np.int16).reshape(meta.routed_experts_shape)
+    try:
+        flat = np.frombuffer(base64.b64decode(meta.routed_experts), dtype=np.int16)
+        rows = flat.reshape(meta.routed_experts_shape)
+    except (ValueError, TypeError) as error:
+        raise EngineError(f"the engine's routed experts are not understood: {error}") from None
+    if len(rows) != (wanted := meta.prompt_tokens + meta.completion_tokens - 1):
+        raise EngineError(f"the engine gives routed experts of {len(rows)} tokens, not of {wanted}")
+    return rows

@@ -73,7 +73,7 @@ _KEYS = {
     "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 _SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"api_key": []}]
-_OPEN_PATHS = frozenset({"/health"})
+_OPEN_PATHS = frozenset({"/health", "/status"})
 _REF = "#/components/schemas/"
 
 
@@ -123,7 +123,7 @@ def _model_operation(path: str, end: str, body: dict[str, Any]) -> dict[str, Any
         "required": list(required),
         "properties": {"type" if end == "/v1/messages" else "object": {"const": kind}},
     }
-    answers = {"application/json": {"schema": schema}, "text/event-stream": {"schema": _TEXT}}
+    answers = {"application/json": {"schema": schema}, "text/event-stream": {}}
     named = re.findall(r"{(\w+)(?::\w+)?}", path)
     return {
         "summary": f"One call of the model, as {kind}",

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from palestra.server.types import SessionError, Trajectory
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _PLANNED = re.compile(r"g\d{6,}")
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 REWARD = "reward"
 """Kind of the event that keeps a reward until the session is closed."""
 
@@ -38,7 +39,7 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /v1/sessions. Everything has a default: `{}` opens a session of its own."""
 
     rollout_id: str | None = None
-    attempt: int = 0
+    attempt: Index = 0
     group_id: str | None = None
     group_size: int | None = None
     """Given, the group is complete and can be claimed once so many of its sessions were closed."""
@@ -61,15 +62,15 @@ class RewardBody(msgspec.Struct, forbid_unknown_fields=True):
 
     reward: float | None = None
     components: dict[str, float] | None = None
-    turn: int | None = None
+    turn: Index | None = None
     """Index of the model call that it speaks of; None: the whole session."""
-    attempt: int | None = None
+    attempt: Index | None = None
 
 
 class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /v1/sessions/ID/close. Without an outcome the rewards that were posted make it."""
 
-    attempt: int | None = None
+    attempt: Index | None = None
     outcome: SessionOutcome | None = None
     infra_if_faulted: bool = False
     """Where the session's last model call failed by a fault of ours, the outcome has no reward: an agent that goes on after such a fault,
@@ -99,8 +100,6 @@ class SessionDesk:
                 raise SessionError(f"{name} {value[:200]!r}: letters, digits and ._:- only, at most 128")
         if not planned and asked.group_id is not None and _PLANNED.fullmatch(asked.group_id):
             raise SessionError(f"group_id {asked.group_id!r}: names like g000001 are the run's own")
-        if not 0 <= asked.attempt < 1 << 31:
-            raise SessionError(f"attempt is {asked.attempt}, it must be at least 0")
         key, date = new_key(), time.strftime("%Y-%m-%d")
         record = SessionRecord(
             rollout_id=rollout_id,
