@@ -45,6 +45,9 @@ NOT_HELD = {
     "chatml": {"call after text": Verdict.MISREAD},
     "qwen3.5": {"system message later": Verdict.REFUSED, "odd argument names": Verdict.MISREAD},
     "minimax": {"system message later": Verdict.REFUSED},
+    # Their calls are one JSON list: arguments that are none stand in it as quoted text, which reads as text.
+    "mistral-v3": {"broken arguments": Verdict.MISREAD, "system message later": Verdict.FORKS},
+    "mistral-v7": {"broken arguments": Verdict.MISREAD},
     **{name: {"system message later": Verdict.FORKS} for name in ("deepseek-v3", "deepseek-v3.1", "deepseek-r1")},
 }
 """Kinds of conversation in which a family does not hold, and what becomes of them."""
@@ -64,7 +67,8 @@ def renderer_of(name: str) -> Renderer:
         source, stops = TEMPLATES[name]
         template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
         return GenericRenderer(small_codec(templates.SPECIAL), template, stops)
-    codec = tokenizers.codec(REAL[name]) if name in REAL else small_codec(tokenizers.FAMILY_SPECIAL[name])
+    kind = "mistral" if name.startswith("mistral-") else name  # its versions share the special tokens
+    codec = tokenizers.codec(REAL[kind]) if kind in REAL else small_codec(tokenizers.FAMILY_SPECIAL[kind])
     return FAMILIES[name].make(codec)
 
 
