@@ -14,6 +14,7 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
+from palestra.server.renderer.words import WordMemory, cuts_at_spaces
 from palestra.server.types import RenderError
 
 
@@ -54,6 +55,7 @@ class TokenCodec:
         self._special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._short: dict[str, tuple[int, ...]] = {}
         self._plain = _without_added(self._full)
+        self._words = WordMemory(self.encode_whole) if cuts_at_spaces(data) else None
 
     @property
     def vocab_size(self) -> int:
@@ -75,12 +77,17 @@ class TokenCodec:
         """Ids of plain text; special tokens in it are spelled out. A lone surrogate, which JSON can carry and UTF-8 cannot, becomes
         U+FFFD."""
         if len(text) > SHORT:
-            return list(self._plain.encode(without_surrogates(text), add_special_tokens=False).ids)
+            text = without_surrogates(text)
+            return self.encode_whole(text) if self._words is None else self._words.ids(text)
         if (known := self._short.get(text)) is None:
-            known = tuple(self._plain.encode(without_surrogates(text), add_special_tokens=False).ids) if text else ()
+            known = tuple(self.encode_whole(without_surrogates(text))) if text else ()
             if len(self._short) < SHORT_TEXTS:
                 self._short[text] = known
         return list(known)
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Ids of plain text without lone surrogates, from the encoder itself."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def wording(self, text: str) -> list[Piece]:
         """A format's own fixed wording as pieces: the special tokens that it spells become ids, as a chat template's do. Never for what a
