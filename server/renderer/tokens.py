@@ -62,6 +62,11 @@ class TokenCodec:
         """Ids run from 0 to this, exclusive; a model's table may be larger."""
         return int(self._full.get_vocab_size())
 
+    @property
+    def remembers_words(self) -> bool:
+        """Whether words that were encoded before are not encoded again: for tokenizers where that is known to change nothing."""
+        return self._words is not None
+
     def special_id(self, text: str) -> int:
         """The id of an added token.
 
