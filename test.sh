@@ -14,7 +14,10 @@ prepare_model
 export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 case $tier in
     --unit) selected="not walk and not ci and not full" ;;
-    --ci) selected="ci" ;;
+    --ci)
+        selected="ci"
+        system_packages node:nodejs npm:npm mount:mount
+        ;;
     --full) selected="full" ;;
     "") selected="not ci and not full" ;;
     *) fail "unknown argument $tier; known: --unit, --ci, --full" ;;

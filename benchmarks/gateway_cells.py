@@ -48,7 +48,7 @@ class Scale:
     """False: the engine answers at once in the turns between the first and the last."""
 
 
-QUICK = Scale({1: 2, 8: 3, 64: 1, 256: 1}, {8: 2, 64: 1}, 6.0, 1, 8, 1, 2, 1.0, False)
+QUICK = Scale({1: 2, 8: 3, 64: 1, 256: 1}, {8: 2, 64: 1}, 4.5, 1, 8, 1, 2, 1.0, False)
 FULL = Scale({1: 20, 8: 12, 64: 4, 256: 2}, {8: 8, 64: 2}, 60.0, 3, 16, 2, 6, 3.0, True)
 
 

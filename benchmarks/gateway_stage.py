@@ -29,6 +29,7 @@ HOME = ROOT / ".bench"
 TOKEN = "benchmark"
 LOAD_S = 900.0
 """The longest job, seconds."""
+FRESH = "palestra-fresh"
 NUMBERS = 1 << 27
 """Different first prompts. A job takes its own by the clock, a thousand a second, which is more than any job uses: no service saw them."""
 
@@ -89,17 +90,20 @@ class Stage:
 
     @contextmanager
     def fresh_service(self) -> Iterator[None]:
-        """Another service process, which jobs for palestra go to meanwhile."""
-        old, self._service = self._service, "palestra-fresh"
-        if (left := self.desk.find(self._service)) is not None:
+        """A service process that nobody has used, which jobs for palestra go to meanwhile; it ends with the block."""
+        used = self.run / f"{FRESH}.used"
+        if used.exists() and (left := self.desk.find(FRESH)) is not None:
             self.desk.end(left)  # of a run that was killed
-        made = self._service_process(self._service)
+        made = self._service_process(FRESH)
+        used.touch()
+        old, self._service = self._service, FRESH
         try:
             yield
         finally:
-            self._started.remove(made)
-            self.desk.end(made)
             self._service = old
+            self._started = [process for process in self._started if process != made]
+            self.desk.end(made)
+            used.unlink()
 
     def load(self, gateway: str, *, sessions: int, rounds: int = 1, turns: int = 8, **more: Any) -> dict[str, Any]:
         """Has the load generator do one job; its result.
@@ -158,7 +162,8 @@ class Stage:
         return made
 
     def leave_running(self) -> None:
-        """`stop` ends nothing of what runs now."""
+        """`stop` ends nothing of what runs now, nor the service that the next run finds fresh."""
+        self._service_process(FRESH)
         self._started.clear()
 
     @staticmethod

@@ -47,6 +47,18 @@ prepare_model() {
     fi
 }
 
+# system_packages COMMAND:PACKAGE...: installs the Debian packages of commands that are not there. Needs root where something is missing.
+system_packages() {
+    local pair missing=()
+    for pair in "$@"; do
+        command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair#*:}")
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    [ "$(id -u)" -eq 0 ] || fail "missing: ${missing[*]}; as root: apt-get install ${missing[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+}
+
 announce_download() {
     if .venv/bin/python -c 'import torch' 2>/dev/null; then
         echo "Installing into .venv: under 100 MB to download."

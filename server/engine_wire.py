@@ -94,7 +94,7 @@ class Prompt:
         if not ids:
             return self.json
         more = orjson.dumps(list(ids))[1:-1]
-        return self.json + b"," + more if self.json else more
+        return b",".join((self.json, more)) if self.json else more
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def request_body(ids: bytes, sampling: EngineSampling, rid: str, left: int, done
         body["return_routed_experts"] = True
     if forced := sampling.forced_ids[done:]:
         body["forced_ids"] = list(forced)
-    return b'{"input_ids":[' + ids + b"]," + orjson.dumps(body)[1:]
+    return b"".join((b'{"input_ids":[', ids, b"],", orjson.dumps(body)[1:]))
 
 
 class Joined:

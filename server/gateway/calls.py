@@ -29,8 +29,8 @@ class Call:
 
     name: str
     """Under which the session keeps it."""
-    body: int
-    """Hash of the request's body: only the same request is a repetition."""
+    body: bytes | int
+    """The request's body, or its hash once it ended: only the same request is a repetition."""
     named: bool
     """Whether the caller gave the name (a request id)."""
     waiters: int = 0
@@ -49,6 +49,10 @@ class Call:
     def wanted(self) -> bool:
         """Whether somebody waits for the reply, or has it."""
         return self.waiters > 0 or self.delivered
+
+    def repeats(self, body: bytes) -> bool:
+        """Whether a request is this one again."""
+        return hash(body) == self.body if isinstance(self.body, int) else body == self.body
 
     @property
     def failed(self) -> bool:
@@ -70,25 +74,22 @@ class CallDesk:
 
         `name`: the caller's request id. `retried`: the caller says that this repeats a request.
         """
-        digest = hash(body)
         known = session.calls.get(f"={name}") if name is not None else None
-        if known is not None and known.body != digest:
+        if known is not None and not known.repeats(body):
             known = None  # an id of the caller's own tracing, not of this request
         if known is None and retried:
-            known = next(
-                (c for c in session.calls.values() if not c.wanted and c.body == digest and not c.failed), None
-            )
+            known = next((c for c in session.calls.values() if not c.wanted and not c.failed and c.repeats(body)), None)
         if known is None or known.failed or known.dropped:
-            known = self._start(session, call, digest, name)
+            known = self._start(session, call, body, name)
         known.waiters += 1
         if known.timer is not None:
             known.timer.cancel()
             known.timer = None
         return known
 
-    def _start(self, session: Session, call: ModelCall, digest: int, name: str | None) -> Call:
+    def _start(self, session: Session, call: ModelCall, body: bytes, name: str | None) -> Call:
         self._made += 1
-        made = Call(f"={name}" if name is not None else f"#{self._made}", digest, name is not None)
+        made = Call(f"={name}" if name is not None else f"#{self._made}", body, name is not None)
         session.calls[made.name] = made
         made.task = asyncio.ensure_future(self._run(session, call, made))
         made.task.add_done_callback(lambda task: self._ended(session, made))
@@ -98,10 +99,17 @@ class CallDesk:
         if not call.task.cancelled():
             call.task.exception()  # whoever waits raises it; nobody may be left to
         if call.failed or call.dropped or (not call.named and call.wanted):
-            session.calls.pop(call.name, None)
+            self._forget(session, call)
+            return
+        call.body = hash(call.body)
         ended = [c for c in session.calls.values() if c.task.done() and c.named]
         for old in ended[: max(len(ended) - KEPT, 0)]:
-            session.calls.pop(old.name, None)
+            self._forget(session, old)
+
+    @staticmethod
+    def _forget(session: Session, call: Call) -> None:
+        if session.calls.get(call.name) is call:  # another request may have the name by now
+            del session.calls[call.name]
 
     def sent(self, call: Call) -> tuple[int, ...]:
         """The reply went out whole. Returns the turns that must be marked as delivered, since they were recorded while nobody waited."""
@@ -122,7 +130,7 @@ class CallDesk:
     def _drop(self, session: Session, call: Call) -> None:
         call.dropped = True
         if call.task.done():
-            session.calls.pop(call.name, None)
+            self._forget(session, call)
         for rid in list(call.rids):
             task = asyncio.ensure_future(self._cancel(rid))
             self._ending.add(task)
