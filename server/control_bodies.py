@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from palestra.server.gateway.dialects.reading import mended
 from palestra.server.types import SessionError
 
 Body = TypeVar("Body")
@@ -129,6 +130,6 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
         SessionError: 400 with the place of what is wrong.
     """
     try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
+        return mended(msgspec.json.Decoder(kind).decode, raw or b"{}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise SessionError(f"request body: {error}") from None

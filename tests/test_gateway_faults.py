@@ -86,7 +86,9 @@ def test_a_fault_in_the_middle_of_a_stream_is_one_too(stage: Stage, monkeypatch:
     assert close(stage, "streamed", 0.5, infra_if_faulted=True) is None
 
 
-def test_the_store_that_cannot_write_is_our_fault(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_store_that_cannot_write_is_our_fault(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from palestra.server.types import StoreError
 
     def broken(*_: Any) -> Any:

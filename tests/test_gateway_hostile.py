@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from palestra.server.gateway import calls, endpoint
-from palestra.server.gateway.endpoint import without_lone_surrogates
+from palestra.server.gateway.dialects.reading import without_lone_surrogates
 from palestra.server.gateway.openapi import MODEL_ROUTES
 from tests.fakes.engine import Stage, service_on_fake
 from tests.live import TOKEN, wait_for

@@ -33,10 +33,6 @@ MARGIN_S = 1.0
 PIECE = 16 << 10
 _PREFIX = re.compile(r"(?:[a-z]+[_-])?")
 """What a dialect puts before a reply's id."""
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
-)
-"""An escape of JSON's strings; group 1 is a surrogate without its other half."""
 Scope = Mapping[str, Any]
 
 
@@ -211,17 +207,9 @@ async def read_body(receive: Any, headers: Mapping[bytes, bytes]) -> bytes:
         raise _too_large()
     try:
         async with asyncio.timeout(BODY_S):
-            return without_lone_surrogates(await _pieces(receive))
+            return await _pieces(receive)
     except TimeoutError:
         raise SessionError(f"the body did not come within {BODY_S:.0f} s", 408, "body_timeout") from None
-
-
-def without_lone_surrogates(body: bytes) -> bytes:
-    """JSON in which half a surrogate pair is U+FFFD, as the tokenizer has it: a text that was cut inside an emoji is no reason to refuse a
-    call, and no decoder here reads it otherwise."""
-    if b"\\ud" not in body and b"\\uD" not in body:
-        return body
-    return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", body)
 
 
 async def _pieces(receive: Any) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from palestra.server.engine_wire import Prompt
-from palestra.server.gateway.dialects.reading import check_messages, check_tools
+from palestra.server.gateway.dialects.reading import check_messages, check_tools, mended
 from palestra.server.renderer.text import text_of
 from palestra.server.types import RenderError, SessionError
 
@@ -210,7 +210,7 @@ def read_messages(raw: bytes, start: int = 0) -> list[dict[str, Any]]:
         SessionError: 400.
     """
     try:
-        messages = _decode(raw)
+        messages = mended(_decode, raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise SessionError(f"messages: {error}") from None
     check_messages(messages, start)
@@ -226,7 +226,7 @@ def canonical_tools(raw: bytes) -> tuple[str, list[dict[str, Any]]]:
     if not raw:
         return "", []
     try:
-        tools = _decode(raw)
+        tools = mended(_decode, raw)
         text = json.dumps(tools, sort_keys=True, ensure_ascii=False) if tools else ""
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise SessionError(f"tools: {error}") from None

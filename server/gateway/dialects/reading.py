@@ -5,6 +5,7 @@ In: bytes, or values that were decoded from them. Out: values, or a SessionError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,28 @@ T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOO_DEEP = "request body is nested too deeply"
 
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape of JSON's strings; group 1 is a surrogate without its other half."""
+
 _any = msgspec.json.Decoder().decode
+
+
+def without_lone_surrogates(body: bytes) -> bytes:
+    """JSON in which half a surrogate pair is U+FFFD, as the tokenizer has it: a text that was cut inside an emoji is no reason to refuse a
+    call, and no decoder here reads it otherwise. Slow: for bodies that could not be read."""
+    return _ESCAPE.sub(lambda found: found[0] if found[1] is None else b"\\ufffd", body)
+
+
+def mended(decoder: Callable[[bytes], T], raw: bytes) -> T:
+    """What `decoder` makes of JSON, which is mended where half a surrogate pair is what keeps it from being read."""
+    try:
+        return decoder(raw)
+    except msgspec.DecodeError:
+        if (whole := without_lone_surrogates(raw)) == raw:
+            raise
+        return decoder(whole)
 
 
 def decode(decoder: Callable[[bytes], T], body: bytes) -> T:
@@ -31,7 +53,7 @@ def decode(decoder: Callable[[bytes], T], body: bytes) -> T:
     try:
         if not body.isascii():
             body.decode()
-        return decoder(body)
+        return mended(decoder, body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SessionError(f"request body: {error}") from None
     except RecursionError:
@@ -45,7 +67,7 @@ def decode_list(raw: bytes, where: str) -> list[Any]:
         SessionError: 400 where it is none.
     """
     try:
-        value = _any(raw)
+        value = mended(_any, raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SessionError(f"{where}: {error}") from None
     except RecursionError:
