@@ -22,4 +22,7 @@ case $tier in
     "") selected="not ci and not full" ;;
     *) fail "unknown argument $tier; known: --unit, --ci, --full" ;;
 esac
-exec .venv/bin/python -m pytest -m "$selected" "$@"
+# Two workers: jobs wait for their processes more than they compute. A file stays with one worker, and so with its engine.
+workers=(-n 2 --dist loadfile)
+[ "$tier" != --ci ] || workers=()
+exec .venv/bin/python -m pytest "${workers[@]}" -m "$selected" "$@"

@@ -48,8 +48,28 @@ class Scale:
     """False: the engine answers at once in the turns between the first and the last."""
 
 
-QUICK = Scale({1: 2, 8: 3, 64: 1, 256: 1}, {8: 2, 64: 1}, 4.5, 1, 8, 1, 2, 1.0, False)
-FULL = Scale({1: 20, 8: 12, 64: 4, 256: 2}, {8: 8, 64: 2}, 60.0, 3, 16, 2, 6, 3.0, True)
+QUICK = Scale(
+    rounds={1: 2, 8: 3, 64: 1, 256: 1},
+    peer_rounds={8: 2, 64: 1},
+    peer_limit_s=4.5,
+    repeats=1,
+    in_step=8,
+    turn_repeats=1,
+    open_turns=2,
+    open_think_s=1.0,
+    keep_latency=False,
+)
+FULL = Scale(
+    rounds={1: 20, 8: 12, 64: 4, 256: 2},
+    peer_rounds={8: 8, 64: 2},
+    peer_limit_s=60.0,
+    repeats=3,
+    in_step=16,
+    turn_repeats=2,
+    open_turns=6,
+    open_think_s=3.0,
+    keep_latency=True,
+)
 
 
 @dataclass(slots=True)
@@ -89,15 +109,17 @@ class Cells:
         if gateway == OURS:
             self.open_close.append(got["open_close_ms"])
 
-    def turns(self) -> dict[str, float]:
-        """CPU-ms per call of the first and the last turns of long sessions."""
+    def turns(self) -> dict[str, float | None]:
+        """CPU-ms per call of the first and the last turns of long sessions; None where a call failed."""
         marks = TURNS if not self.scale.keep_latency else (TURNS[0], (8, 96), TURNS[1])
         runs = []
         for _ in range(self.scale.turn_repeats):
             got = self.stage.load(OURS, sessions=self.scale.in_step, turns=TURNS[-1][1], in_step=True, marks=marks)
             self._note(f"{self.scale.in_step} sessions of {TURNS[-1][1]} turns", got)
-            runs.append((got["marks"] or [float("nan")])[:: len(marks) - 1])
-        return {"8": _middle([run[0] for run in runs]), "128": _middle([run[-1] for run in runs])}
+            if got["marks"]:
+                runs.append((got["marks"][0], got["marks"][-1]))
+        first, last = ([run[at] for run in runs] for at in (0, 1))
+        return {"8": _middle(first), "128": _middle(last)}
 
     def wide(self) -> dict[str, Any]:
         """OPEN sessions with an engine that takes 5 s, in a service that has just started, whose memory is clean."""
@@ -135,7 +157,7 @@ class Cells:
             flush=True,
         )
 
-    def _report(self, turns: dict[str, float], wide: dict[str, Any]) -> dict[str, Any]:
+    def _report(self, turns: dict[str, float | None], wide: dict[str, Any]) -> dict[str, Any]:
         unsound = check_store(self.stage)
         for said in [*self.errors, *unsound]:
             print(f"WRONG: {said}", file=sys.stderr)
@@ -156,8 +178,8 @@ class Cells:
         }
 
 
-def _middle(values: list[float]) -> float:
-    return round(statistics.median(values), 3)
+def _middle(values: list[float]) -> float | None:
+    return round(statistics.median(values), 3) if values else None
 
 
 def _latency(values: list[tuple[float, float]]) -> dict[str, float]:

@@ -155,6 +155,7 @@ class Stage:
         return found
 
     def _peer(self, peer: Peer) -> Process:
+        (self.run / f"{peer.name}.db").unlink(missing_ok=True)  # of a former run
         port = free_port()
         command = peer.command(self.home / "peers", self.up["mock"].url, self.run, port)
         made = self.desk.start(peer.name, command, url=f"http://127.0.0.1:{port}")
