@@ -74,3 +74,30 @@ def test_only_the_newest_ended_calls_are_kept(stage: Stage) -> None:
     for number in range(5):
         assert stage.chat(plain, question(str(number))).status_code == 200
     assert stage.live.service.sessions.by_id("plain").calls == {}
+
+
+def test_a_session_whose_time_is_over_ends_with_what_was_posted_or_with_nothing(stage: Stage) -> None:
+    service = stage.live.service
+    for name, posted in (("late", None), ("rewarded", 0.75)):
+        key = stage.open(name, limits={"deadline_s": 30.0})
+        assert stage.chat(key, question("q")).status_code == 200
+        if posted is not None:
+            stage.admin("POST", f"/v1/sessions/{name}/reward", {"reward": posted})
+        service.sessions.by_id(name).opened_at -= 31.0
+        refused = stage.chat(key, question("more"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "budget_exceeded")
+        stage.live.run(service.desk.expire())
+        assert stage.chat(key, question("more")).status_code == 401
+        outcome = service.log.reader.read_sessions(rollout_id=name)[0].outcome
+        assert outcome is not None
+        assert (outcome.reward, outcome.stop_reason, outcome.truncated) == (posted, "deadline", True)
+
+
+def test_long_requests_are_not_remembered(stage: Stage) -> None:
+    key = stage.open("long", limits={"max_context": 200_000})
+    first = stage.live.service.core.prompts
+    before = len(first._first)
+    assert stage.chat(key, question("word " * 20_000)).status_code == 200
+    assert len(first._first) == before
+    assert stage.chat(key, question("a short one that is new")).status_code == 200
+    assert len(first._first) == before + 1

@@ -18,11 +18,14 @@ from palestra.server.gateway.session import Session
 from palestra.server.gateway.tree import RAW_TOOLS, Match, Node, canonical_tools
 from palestra.server.gateway.types import Message, ModelCall
 from palestra.server.renderer.text import text_of
+from palestra.server.renderer.tokens import TokenCodec
 from palestra.server.renderer.types import ExtendRefused, Rendered, Renderer, RenderOptions, Snapshot
 from palestra.server.types import SessionError
 
 INLINE_BYTES = 4096
 """Text that is encoded on the event loop; a longer one would hold up the others."""
+REMEMBERED_BYTES = 65_536
+"""Longer requests are not remembered: 256 of them would be gigabytes."""
 TOOL_LISTS = 256
 FIRST_PROMPTS = 256
 """First prompts that are remembered: the sessions of a group begin with the same one."""
@@ -92,15 +95,18 @@ class PromptMaker:
     def _tools_of(self, raw: bytes) -> tuple[str, list[dict[str, Any]]]:
         """Canonical text and value of a request's tools; most requests list what another one did."""
         if (known := self._tools.get(raw)) is None:
-            known = self._tools[raw] = canonical_tools(raw)
-            if len(self._tools) > TOOL_LISTS:
-                self._tools.popitem(last=False)
+            known = canonical_tools(raw)
+            if len(raw) <= REMEMBERED_BYTES:
+                self._tools[raw] = known
+                if len(self._tools) > TOOL_LISTS:
+                    self._tools.popitem(last=False)
         return known
 
     async def _render_first(
         self, call: ModelCall, messages: Sequence[Message], tools: Sequence[Message], options: RenderOptions
     ) -> Rendered:
         plain = call.response_schema is None and call.tool_choice in (None, "auto")
+        plain = plain and len(call.messages) + len(call.tools) <= REMEMBERED_BYTES
         key = (call.messages, call.tools, options)
         if plain and (known := self._first.get(key)) is not None:
             self._first.move_to_end(key)
@@ -112,6 +118,12 @@ class PromptMaker:
                 self._first.popitem(last=False)
         return done
 
+    async def _encode_raw(self, text: str) -> list[int]:
+        codec = self.renderer.codec
+        if len(text) > INLINE_BYTES:
+            return await asyncio.to_thread(_encode_wording, codec, text)
+        return _encode_wording(codec, text)
+
     async def _raw(self, session: Session, asked: str | tuple[int, ...]) -> Place:
         """A prompt of /v1/completions: it continues the turn whose prompt and reply it begins with."""
         if not asked:
@@ -120,7 +132,7 @@ class PromptMaker:
         if isinstance(asked, str):
             base = session.tree.longest_raw(lambda node: node.text is not None and asked.startswith(node.text))
             rest = asked[len(base.text or "") :] if base is not None else asked
-            delta: Sequence[int] = codec.encode(codec.wording(rest))
+            delta: Sequence[int] = await self._encode_raw(rest)
         else:
             if bad := next((i for i in asked if not 0 <= i < codec.vocab_size), None):
                 raise SessionError(f"prompt: {bad} is no id of the vocabulary of {codec.vocab_size}")
@@ -128,11 +140,15 @@ class PromptMaker:
             base = session.tree.longest_raw(lambda node: wire.startswith(node.prompt().json + b","))
             delta = asked[base.length :] if base is not None else asked
         if base is not None and not delta:
-            base, delta = None, codec.encode(codec.wording(asked)) if isinstance(asked, str) else asked
+            base, delta = None, await self._encode_raw(asked) if isinstance(asked, str) else asked
         reason = "new_prompt" if base is None and session.tree.has_raw else None
         done = Rendered(delta)
         place = _place(base, (), RAW_TOOLS, done, reason, None, "")
         return replace(place, text=asked) if isinstance(asked, str) else place
+
+
+def _encode_wording(codec: TokenCodec, text: str) -> list[int]:
+    return codec.encode(codec.wording(text))
 
 
 def _place(
