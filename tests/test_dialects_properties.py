@@ -98,7 +98,6 @@ def test_bodies_that_are_almost_right(path: str, examples: int) -> None:
         b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
         b'[{"role":"user","content":' + b"[" * 600 + b"]" * 600 + b"}]",
         b'[{"role":"user","content":"\xff"}]',
-        b'[{"role":"user","content":"\\ud800"}]',
         b"NaN",
         b"1e999",
         b"9" * 5_000,

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 CYCLES = 5
 
+pytestmark = pytest.mark.walk
+
 
 def command(what: str, folder: Path, name: str) -> list[str]:
     return [sys.executable, store_worker.__file__, what, str(folder), name]
