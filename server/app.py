@@ -31,6 +31,7 @@ from palestra.server.gateway.endpoint import Gone, ModelEndpoint
 from palestra.server.gateway.openapi import describe
 from palestra.server.gateway.types import Dialect
 from palestra.server.listen import LOOPBACK
+from palestra.server.ready import ReadyServer
 from palestra.server.routes import control, models, on_error, on_gone, on_http_error
 from palestra.server.service import RolloutService
 from palestra.server.session_routes import BODIES, sessions
@@ -126,17 +127,6 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
-
-
 class Doors:
     """One ASGI application in front of several, each of which answers on its own listener. The first one's lifespan is everybody's."""
 
@@ -171,7 +161,7 @@ def serve(listeners: Sequence[tuple[FastAPI, socket.socket]], on_ready: Callable
         server_header=False,
         date_header=False,
     )
-    server = _Server(config, on_ready)
+    server = ReadyServer(config, on_ready)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=[sock for _, sock in listeners]))
     return server.started

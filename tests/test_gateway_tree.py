@@ -141,6 +141,17 @@ def test_broken_arguments_that_a_client_mended_are_known_by_their_id() -> None:
     assert tree.match(request(USER, with_arguments('{"a": 1}', "c2"), USER), "").base is None
 
 
+def test_a_conversation_may_be_longer_than_a_stack_is_deep() -> None:
+    tree, parent = ConversationTree(), None
+    for index in range(3000):
+        ids = array("i", [index])
+        parent = Node(index, parent, (USER,), says(str(index)), ids, ids, 0, "")
+        tree.add(parent)
+    assert parent is not None
+    assert parent.conversation() == [message for index in range(3000) for message in (USER, says(str(index)))]
+    assert parent.ids() == [token for index in range(3000) for token in (index, index)]
+
+
 def test_an_undelivered_reply_is_found_only_where_no_other_is() -> None:
     tree = ConversationTree()
     lost = put(tree, 0, request(USER), says("a"))

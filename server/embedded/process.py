@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from types import FrameType
 
 import uvicorn
 
@@ -17,27 +16,9 @@ from palestra.server.embedded.app import Api
 from palestra.server.embedded.core import Core
 from palestra.server.embedded.engine import Engine
 from palestra.server.embedded.types import EngineOptions
+from palestra.server.ready import ReadyServer
 
 GRACE_S = 5
-
-
-class Server(uvicorn.Server):
-    """uvicorn, with a word on when it starts to answer and when it is told to stop."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], stop: Callable[[], object]) -> None:
-        super().__init__(config)
-        self._ready, self._stop = ready, stop
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn."""
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._ready()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn in the signal handler."""
-        self._stop()
-        super().handle_exit(sig, frame)
 
 
 def serve(options: EngineOptions, on_ready: Callable[[str], None]) -> None:
@@ -61,7 +42,7 @@ async def _serve(core: Core, options: EngineOptions, listener: socket.socket, on
     config = uvicorn.Config(
         Api(engine, options).app(), access_log=False, log_level="warning", timeout_graceful_shutdown=GRACE_S
     )
-    server = Server(
+    server = ReadyServer(
         config,
         ready=lambda: on_ready(f"http://{host}:{port}"),
         stop=lambda: loop.call_soon_threadsafe(work.cancel),

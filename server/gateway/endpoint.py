@@ -93,12 +93,10 @@ class ModelEndpoint:
             await asyncio.wait((call.task, gone), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-        if call.task.done():
-            if gone.done() and not gone.cancelled():
-                raise Gone
-            return call.task.result()
-        if gone.done() and not gone.cancelled():
+        if gone.done():
             raise Gone
+        if call.task.done():
+            return call.task.result()
         raise SessionError(
             "the model still works on this call; repeat the request to get its reply", 503, "still_generating"
         )

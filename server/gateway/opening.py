@@ -12,24 +12,22 @@ import secrets
 import time
 from array import array
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-import numpy as np
 
 from palestra.envs.types import StopReason
 from palestra.server.gateway.calls import CallDesk
 from palestra.server.gateway.session import Session, SessionLimits, SessionTable, digest_of, new_key
 from palestra.server.gateway.tree import RAW_TOOLS, Node
-from palestra.server.plan.plan import Plan
+from palestra.server.plan.plan import PLANNED, Plan
 from palestra.server.renderer.tokens import TokenCodec
 from palestra.server.store.turnlog import TurnLog
 from palestra.server.store.types import SessionOutcome, SessionRecord, SessionState, StoredSession
 from palestra.server.types import SessionError, Trajectory
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_PLANNED = re.compile(r"g\d{6,}")
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 REWARD = "reward"
 """Kind of the event that keeps a reward until the session is closed."""
@@ -98,7 +96,7 @@ class SessionDesk:
         for name, value in (("rollout_id", rollout_id), ("group_id", asked.group_id or rollout_id)):
             if _ID.fullmatch(value) is None:
                 raise SessionError(f"{name} {value[:200]!r}: letters, digits and ._:- only, at most 128")
-        if not planned and asked.group_id is not None and _PLANNED.fullmatch(asked.group_id):
+        if not planned and asked.group_id is not None and PLANNED.fullmatch(asked.group_id):
             raise SessionError(f"group_id {asked.group_id!r}: names like g000001 are the run's own")
         key, date = new_key(), time.strftime("%Y-%m-%d")
         record = SessionRecord(
@@ -137,7 +135,7 @@ class SessionDesk:
         given = dict(asked.limits or {})
         if asked.sampling is not None:
             given["sampling"] = asked.sampling
-        known = {field.name: getattr(self.defaults, field.name) for field in fields(SessionLimits)}
+        known = asdict(self.defaults)
         if unknown := sorted(given.keys() - known.keys()):
             raise SessionError(f"limits: unknown {', '.join(unknown)}; known: {', '.join(known)}")
         try:
@@ -150,7 +148,7 @@ class SessionDesk:
         return {
             "external": True,
             "key": digest_of(key).hex(),
-            "limits": {field.name: getattr(limits, field.name) for field in fields(SessionLimits)},
+            "limits": asdict(limits),
             "date": date,
             "group_size": asked.group_size,
             "task": asked.task,
@@ -192,12 +190,16 @@ class SessionDesk:
 
     async def _end(self, session: Session, outcome: SessionOutcome) -> SessionOutcome:
         record = session.record
-        session.closed = True
-        await self.calls.end_all(session)
-        self.table.remove(session)
+        await self._shut(session)
         await self.log.close_session(record.rollout_id, record.attempt, outcome)
         await self.plan.ended(record, outcome)
         return outcome
+
+    async def _shut(self, session: Session) -> None:
+        """Its key opens nothing any more, and nothing runs for it."""
+        session.closed = True
+        await self.calls.end_all(session)
+        self.table.remove(session)
 
     def _posted(self, session: Session) -> SessionOutcome:
         """The outcome that the posted rewards make; none posted: unknown, never 0."""
@@ -226,9 +228,7 @@ class SessionDesk:
         """
         session = self.table.by_id(rollout_id, attempt)
         record = session.record
-        session.closed = True
-        await self.calls.end_all(session)
-        self.table.remove(session)
+        await self._shut(session)
         await self.log.discard_session(record.rollout_id, record.attempt, reason)
         await self.plan.ended(record, SessionOutcome(None, stop_reason=reason))
 
@@ -274,8 +274,8 @@ def _restored(stored: StoredSession, trajectory: Trajectory, codec: TokenCodec) 
             parent=parent,
             messages=turn.messages[:-1],
             reply=turn.messages[-1],
-            delta=array("i", turn.prompt_delta.astype(np.int32).tobytes()),
-            completion=array("i", turn.completion_ids.astype(np.int32).tobytes()),
+            delta=array("i", turn.prompt_delta.tobytes()),
+            completion=array("i", turn.completion_ids.tobytes()),
             opened=turn.opened,
             tools=tools,
             length=(parent.length if parent is not None else 0) + len(turn.prompt_delta) + len(turn.completion_ids),

@@ -65,21 +65,18 @@ class Node:
 
     def ids(self) -> list[int]:
         """Prompt and completion, id for id."""
-        path: list[Node] = []
-        node: Node | None = self
-        while node is not None:
-            path.append(node)
-            node = node.parent
-        ids: list[int] = []
-        for step in reversed(path):
-            ids += step.delta
-            ids += step.completion
-        return ids
+        return [token for node in self._path() for part in (node.delta, node.completion) for token in part]
 
     def conversation(self) -> list[Message]:
         """All messages from the first one to this reply."""
-        own = [*self.messages, self.reply]
-        return [*self.parent.conversation(), *own] if self.parent is not None else own
+        return [message for node in self._path() for message in (*node.messages, node.reply)]
+
+    def _path(self) -> list[Node]:
+        """From the first turn to this one."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
 
 @dataclass(frozen=True, slots=True)

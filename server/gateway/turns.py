@@ -11,9 +11,9 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from palestra.server.renderer.types import ParsedReply, Renderer
 from palestra.server.store.turnlog import TurnLog
 from palestra.server.types import Completion, EngineRefused, SessionError, Turn, VersionSpan
 
+T = TypeVar("T")
 MIN_REPLY = 8
 """Tokens that must fit after the prompt: less is no turn but a window that is full."""
 
@@ -117,8 +118,6 @@ class TurnCore:
             for rid, wish in zip(rids, wishes, strict=True)
         ]
         try:
-            if len(requests) == 1:
-                return [await requests[0]]
             return await _all(requests)
         except EngineRefused as error:
             raise SessionError(f"the engine refused the request: {error}", 400, "engine_refused") from error
@@ -162,28 +161,27 @@ class TurnCore:
         for turn in turns:
             self.on_turn(turn)
         key = session.record.rollout_id, session.record.attempt
-        await _stored([self.log.append_turn(*key, turn) for turn in turns])
+        await _all([self.log.append_turn(*key, turn) for turn in turns])
         if session.closed:
             raise SessionError("the session was closed while the model answered", 409, "session_closed")
         for entry in filed:
             session.tree.add(self._node(place, entry, delivered))
         waiting.turns = tuple(entry.turn.index for entry in filed)
-        await self.mark(
-            session, waiting.turns, waiting.wanted
-        )  # somebody may have left or come back while it was written
+        # Somebody may have left or come back while it was written.
+        await self.mark(session, waiting.turns, waiting.wanted)
         return filed
 
     async def mark(self, session: Session, turns: Sequence[int], delivered: bool) -> None:
         """Notes whether the replies of these turns reached their caller; in memory at once, durable when it returns."""
         key = session.record.rollout_id, session.record.attempt
-        changed = []
+        changed = list[asyncio.Future[None]]()
         for index in turns:
             node = session.tree.find(index)
             if node is not None and node.delivered != delivered and not (node.followed and not delivered):
                 node.delivered = delivered
                 changed.append(self.log.mark_delivered(*key, index, delivered))
         if changed:
-            await _stored(changed)
+            await _all(changed)
 
     def _node(self, place: Place, entry: _Filed, delivered: bool) -> Node:
         ids = entry.completion.token_ids
@@ -214,24 +212,16 @@ class TurnCore:
         )
 
 
-async def _stored(writes: Sequence[asyncio.Future[None]]) -> None:
-    """Until all are durable; the first error is raised once all have ended."""
-    if len(writes) == 1:
-        await writes[0]
-        return
-    for outcome in await asyncio.gather(*writes, return_exceptions=True):
+async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
+    """What all of them give, or the first error once the others have ended: a request that is left alone would sample for nobody."""
+    if len(work) == 1:
+        return [await work[0]]
+    results = []
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
-
-
-async def _all(requests: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
-    """All of them, or the first error once the others have ended: a request that is left alone would sample for nobody."""
-    completions = []
-    for outcome in await asyncio.gather(*requests, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-        completions.append(outcome)
-    return completions
+        results.append(outcome)
+    return results
 
 
 def _check_open(session: Session) -> None:

@@ -28,7 +28,8 @@ from palestra.server.store.turnlog import TurnLog
 from palestra.server.store.types import GroupRecord, SessionOutcome, SessionRecord, SessionState, StoredSession
 from palestra.server.types import GroupState, SessionError, TrajectoryGroup
 
-_PLANNED = re.compile(r"g\d{6,}")
+PLANNED = re.compile(r"g\d{6,}")
+"""Names of the plan's own groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Plan:
     async def recover(self) -> None:
         """After a restart: complete groups are handed on, the others are played again from the start, their sessions discarded."""
         groups = self.log.reader.read_groups()
-        planned = [int(g.group_id[1:]) for g in groups if _PLANNED.fullmatch(g.group_id)]
+        planned = [int(g.group_id[1:]) for g in groups if PLANNED.fullmatch(g.group_id)]
         self._draws = 1 + max(planned, default=-1)
         for record in groups:
             if record.state is not GroupState.OPEN:
@@ -120,7 +121,7 @@ class Plan:
             raise SessionError(f"group_size is {size}, it must be 1 to 4096")
         group = self.book.groups.get(group_id)
         if group is None:
-            if any(record.group_id == group_id for record in self.log.reader.read_groups()):
+            if self.log.reader.read_groups(group_id=group_id):
                 raise SessionError(f"group {group_id} is complete", 409, "group_complete")
             group = self.book.adopt(group_id, task, size)
         if len(group.slots) != size:
@@ -211,7 +212,7 @@ class Plan:
 
     async def _finish(self, group: OpenGroup) -> None:
         """A complete group: rows, filter, buffer."""
-        names = self._rollout_names(group)
+        names = await asyncio.to_thread(self._rollout_names, group)
         trajectories = [
             await asyncio.to_thread(self.log.reader.read_trajectory, names[slot.index], slot.attempt)
             for slot in group.slots

@@ -14,7 +14,6 @@ import numpy as np
 from palestra.server.renderer.text import text_of
 from palestra.server.renderer.tokens import BREAK, Piece, TokenCodec
 from palestra.server.renderer.types import (
-    ExtendRefused,
     Message,
     ParsedReply,
     Rendered,
@@ -207,6 +206,3 @@ def _after(ids: Sequence[int], turns: list[Piece]) -> list[Piece]:
     """The turns that follow these ids; where the model ended its turn with the token that opens the next one, that token is not put
     twice."""
     return turns[1:] if ids and turns and turns[0] == ids[-1] else turns
-
-
-__all__ = ["ExtendRefused", "FamilyRenderer"]

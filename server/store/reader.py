@@ -7,6 +7,7 @@ writer; waits only for the disk.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ _SESSIONS = """
     select s.rollout_id, s.attempt, s.group_id, s.task_id, s.idx, s.meta, s.state, s.opened_at, s.ended_at,
            s.discard_reason, s.outcome, count(t.id), coalesce(sum(t.tokens), 0),
            coalesce(sum(t.tokens * (1 - t.delivered)), 0)
-    from sessions s left join turns t on t.session = s.id
-    where (?1 is null or s.group_id = ?1) and (?2 is null or s.rollout_id = ?2) and (?3 is null or s.state = ?3)
-    group by s.id order by s.id"""
+    from sessions s left join turns t on t.session = s.id {where} group by s.id order by s.id"""
 
 
 class StoreReader:
@@ -83,14 +82,13 @@ class StoreReader:
         self, *, group_id: str | None = None, rollout_id: str | None = None, state: SessionState | None = None
     ) -> tuple[StoredSession, ...]:
         """Sessions in the order in which they were opened, all of them or those that match."""
-        return tuple(_session(row) for row in self._rows(_SESSIONS, (group_id, rollout_id, state)))
+        where, values = _where({"s.group_id": group_id, "s.rollout_id": rollout_id, "s.state": state})
+        return tuple(_session(row) for row in self._rows(_SESSIONS.format(where=where), values))
 
-    def read_groups(self, state: GroupState | None = None) -> tuple[GroupRecord, ...]:
-        """Groups in the order in which they were planned, all of them or those in `state`."""
-        rows = self._rows(
-            "select group_id, task, seed, size, attempt, state from groups where ?1 is null or state = ?1 order by id",
-            (state,),
-        )
+    def read_groups(self, state: GroupState | None = None, *, group_id: str | None = None) -> tuple[GroupRecord, ...]:
+        """Groups in the order in which they were planned, all of them or those that match."""
+        where, values = _where({"state": state, "group_id": group_id})
+        rows = self._rows(f"select group_id, task, seed, size, attempt, state from groups {where} order by id", values)
         return tuple(
             GroupRecord(group_id, loads(task), seed, size, attempt, GroupState(now))
             for group_id, task, seed, size, attempt, now in rows
@@ -98,10 +96,11 @@ class StoreReader:
 
     def read_events(self, rollout_id: str | None = None) -> tuple[StoredEvent, ...]:
         """Events in the order in which they came, of all sessions or of one rollout's."""
+        where, values = _where({"s.rollout_id": rollout_id})
         rows = self._rows(
             "select s.rollout_id, s.attempt, e.kind, e.at, e.data from events e join sessions s on s.id = e.session "
-            "where ?1 is null or s.rollout_id = ?1 order by e.id",
-            (rollout_id,),
+            f"{where} order by e.id",
+            values,
         )
         return tuple(StoredEvent(rollout, attempt, kind, at, loads(data)) for rollout, attempt, kind, at, data in rows)
 
@@ -112,6 +111,12 @@ class StoreReader:
     def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         with self._lock, store_errors(self.path):
             return self._db.execute(sql, values).fetchall()
+
+
+def _where(equal: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """The conditions that are given (not None) and their values. Only those: beside an `is null or` SQLite would use no index."""
+    given = {column: value for column, value in equal.items() if value is not None}
+    return ("where " + " and ".join(f"{column} = ?" for column in given) if given else ""), tuple(given.values())
 
 
 def _outcome(blob: bytes | None) -> SessionOutcome | None:

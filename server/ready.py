@@ -1,0 +1,31 @@
+"""uvicorn, with a word on when it starts to answer and when it is told to stop: what every listener's process runs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+
+class ReadyServer(uvicorn.Server):
+    """`ready` is called once it answers; `stop`, if given, in the handler of the signal that ends it."""
+
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[], None], stop: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__(config)
+        self._ready, self._stop = ready, stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn in the signal handler."""
+        if self._stop is not None:
+            self._stop()
+        super().handle_exit(sig, frame)
