@@ -17,6 +17,8 @@ case $tier in
     --ci)
         selected="ci"
         system_packages node:nodejs npm:npm mount:mount
+        export PALESTRA_ENGINE_ENV=${PALESTRA_ENGINE_ENV:-$PWD/.engine}
+        .venv/bin/palestra engine install --cpu --smg --into "$PALESTRA_ENGINE_ENV"
         ;;
     --full) selected="full" ;;
     "") selected="not ci and not full" ;;

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,15 +54,24 @@ class ProcessDesk:
             return None
         return found if found.alive else None
 
-    def start(self, name: str, command: Sequence[str], *, url: str | None = None) -> Process:
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        url: str | None = None,
+        more: Mapping[str, str] | None = None,
+        ready_s: float = READY_S,
+    ) -> Process:
         """Starts a process and waits until it is ready: one of ours writes its URL to `NAME.url`; of another one `url`/health must answer.
+        `more` is added to its environment.
 
         Raises:
-            RuntimeError: it ended, or is not ready after READY_S; the message holds its last words.
+            RuntimeError: it ended, or is not ready after `ready_s`; the message holds its last words.
         """
         said, log = self.folder / f"{name}.url", self.folder / f"{name}.log"
         said.unlink(missing_ok=True)
-        env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(more or {})}
         with log.open("wb") as out:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
@@ -70,7 +79,7 @@ class ProcessDesk:
         self._children[child.pid] = child
         made = Process(name, child.pid, int(_stat(child.pid)[19]), url or "")
         self._note(made)
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + ready_s
         while True:
             if url is not None and _answers(f"{url}/health"):
                 return made

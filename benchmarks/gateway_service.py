@@ -20,6 +20,7 @@ from palestra.server.plan.plan import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 from palestra.server.types import PublishMode
+from palestra.server.workers.types import EnginePlace
 
 TICK_S = 0.01
 LIMITS = SessionLimits(max_turns=1000, max_response=1024, max_context=65_536, temperature=1.0)
@@ -70,7 +71,7 @@ def run(store: Path, model: Path, engine: str, token: str, on_ready: Callable[[s
     """Serves until SIGTERM; False where it did not start."""
     settings = ServiceSettings(
         store=store,
-        engine_url=engine,
+        engine=EnginePlace(engine),
         model="bench",
         limits=LIMITS,
         plan=PLAN,

@@ -110,12 +110,24 @@ class RunSection(FolderSection):
     """Newest checkpoints that stay."""
 
 
+def check_passed(rollout: EngineSection, sglang: Mapping[str, Any], router: Mapping[str, Any]) -> None:
+    """Tables that are passed on must have somebody who gets them.
+
+    Raises:
+        ValueError: one has not.
+    """
+    if sglang and (rollout.engine != "sglang" or rollout.urls):
+        raise ValueError(
+            '[sglang] is for engines that are started here: it needs rollout.engine = "sglang" and no rollout.urls'
+        )
+    if router and (not rollout.routed or rollout.router_url is not None):
+        raise ValueError("[router] is for a router that is started here, in front of several SGLang engines")
+
+
 class RunConfig(Section):
     """The whole file of a training run."""
 
-    not_built: ClassVar[frozenset[str]] = frozenset(
-        {"hardware", "placement", "workload", "sandbox", "eval", "sglang", "router"}
-    )
+    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "workload", "sandbox", "eval"})
     model: ModelConfig
     env: EnvConfig
     run: RunSection = RunSection()
@@ -129,8 +141,28 @@ class RunConfig(Section):
     sft: SftConfig | None = None
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Passed to megatron-core's TransformerConfig untouched, after its names were checked."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Passed to SGLang's engines untouched, after its names were checked."""
+    router: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the router untouched, after its names were checked."""
     version: Literal[1] = 1
     """Of this file's form."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        check_passed(self.rollout, self.sglang, self.router)
+        self.schedule.staleness(self.algo.updates_per_batch)
+        if self.weights.mode == "delta" and (
+            lacking := [url for url in self.rollout.urls if url not in self.rollout.agents]
+        ):
+            raise ValueError(
+                f'weights.mode = "delta" needs an agent on every engine\'s host: rollout.agents has none for {lacking[0]}'
+            )
+        if self.weights.mode == "delta" and not self.rollout.urls:
+            raise ValueError(
+                'weights.mode = "delta" is for engines on other hosts: rollout.urls and rollout.agents must name them'
+            )
+        return self
 
     @property
     def folder(self) -> Path:
@@ -141,17 +173,22 @@ class RunConfig(Section):
 class ServeConfig(Section):
     """The whole file of a service without a trainer."""
 
-    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "sandbox", "sglang", "router"})
+    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "sandbox"})
     model: ModelConfig
     run: FolderSection = FolderSection()
     rollout: EngineSection = EngineSection()
     schedule: UpdateSection = UpdateSection()
     serve: ServeSection = ServeSection()
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Passed to SGLang's engines untouched, after its names were checked."""
+    router: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the router untouched, after its names were checked."""
     version: Literal[1] = 1
     """Of this file's form."""
 
     @model_validator(mode="after")
     def _fits(self) -> ServeConfig:
+        check_passed(self.rollout, self.sglang, self.router)
         window = self.rollout.context_len
         if self.serve.max_context is not None and self.serve.max_context > window:
             raise ValueError(

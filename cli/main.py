@@ -13,6 +13,8 @@ VERBS = {
     "serve": "serve a model to agents of any kind and keep their tokens, without a trainer",
     "inspect": "show a run, a group or a rollout, token by token",
     "status": "say what a run is doing and who waits for whom",
+    "engine": "install, start and serve inference engines (SGLang) and their router",
+    "convert": "write a model folder in another form: block-quantised",
     "doctor": "check what a run stands on: a model's chat template",
     "role": "run one process of a job (started by train)",
 }

@@ -21,9 +21,9 @@ from palestra.cli.progress import Progress
 from palestra.cli.status import get, role_status, role_url
 
 POLL_S = 0.25
-STOP_S = {"worker": 5.0, "service": 15.0, "engine": 5.0}
-"""How long a role may take to end by itself, seconds. A trainer that still runs when the others end is not waited for: what it
-acknowledged is on the disk."""
+STOP_S = {"worker": 5.0, "service": 15.0, "engine": 20.0}
+"""How long a role may take to end by itself, seconds; an engine on a GPU lets go of its memory in order. A trainer that still runs when the
+others end is not waited for: what it acknowledged is on the disk."""
 
 
 class Crew(ABC):
@@ -37,7 +37,8 @@ class Crew(ABC):
     def __init__(self, folder: Path, config: AnyConfig, launcher: Launcher, progress: Progress) -> None:
         self.folder, self.launcher, self.progress = folder, launcher, progress
         self.start_deadline_s = config.run.start_deadline_s
-        self.threads: dict[str, int | None] = {"engine": config.rollout.threads}
+        managed = config.rollout.engine == "sglang"
+        self.threads: dict[str, int | None] = {"engine": None if managed else config.rollout.threads}
         """CPU threads of the roles that compute, 1 for the others; None: as many as the role's libraries choose."""
         self.roles: dict[str, RoleProcess] = {}
         self.interrupts = 0

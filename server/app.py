@@ -31,6 +31,8 @@ from palestra.server.gateway.endpoint import Gone, ModelEndpoint
 from palestra.server.gateway.openapi import describe
 from palestra.server.gateway.types import Dialect
 from palestra.server.listen import LOOPBACK
+from palestra.server.publish_routes import publishing
+from palestra.server.publishing.bodies import BODIES as PUBLISH_BODIES
 from palestra.server.ready import ReadyServer
 from palestra.server.routes import control, models, on_error, on_gone, on_http_error
 from palestra.server.service import RolloutService
@@ -106,7 +108,7 @@ def control_app(service: RolloutService, admin_token: str) -> ServiceApp:
 def _app(service: RolloutService, admin_token: str, lifespan: Any) -> ServiceApp:
     app = ServiceApp(lifespan)
     app.state.service, app.state.admin_token = service, admin_token
-    app.openapi = functools.cache(lambda: describe(app, {**control_bodies.BODIES, **BODIES}))  # type: ignore[method-assign]
+    app.openapi = functools.cache(lambda: describe(app, {**control_bodies.BODIES, **PUBLISH_BODIES, **BODIES}))  # type: ignore[method-assign]
     app.add_exception_handler(ServerError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     for gone in (Gone, ClientDisconnect):  # ours, and the framework's own
@@ -117,6 +119,7 @@ def _app(service: RolloutService, admin_token: str, lifespan: Any) -> ServiceApp
 
 def _add_control(app: FastAPI) -> None:
     app.include_router(control)
+    app.include_router(publishing)
     app.include_router(sessions)
 
 

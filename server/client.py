@@ -19,6 +19,7 @@ from palestra.agents.types import AgentError, GroupAssignment, SessionHandle
 from palestra.envs.tasks import task_from_json
 from palestra.envs.types import Episode, Message, Task
 from palestra.server.buffer.codec import decode_group, split_blobs
+from palestra.server.publish_client import PublishCalls
 from palestra.server.store.jsonbytes import dumps
 from palestra.server.store.types import SessionOutcome, outcome_of
 from palestra.server.transcripts import trajectory_of
@@ -33,7 +34,7 @@ class ServiceError(ServerError):
         self.status, self.code = status, code
 
 
-class ServiceClient:
+class ServiceClient(PublishCalls):
     """Talks to one rollout service with its admin token."""
 
     def __init__(self, url: str, admin_token: str, *, timeout_s: float = 120.0, retry_s: float = 20.0) -> None:
@@ -124,18 +125,6 @@ class ServiceClient:
     def collect(self, oldest_train_step: int) -> None:
         """Lets the service delete what a restore to `oldest_train_step`, the oldest checkpoint kept, cannot need."""
         self._json("POST", "/admin/collect", {"oldest_train_step": oldest_train_step})
-
-    def publish_begin(self, version: int, train_step: int) -> None:
-        """Holds generation for new weights of `train_step`."""
-        self._json("POST", "/admin/publish/begin", {"version": version, "train_step": train_step}, timeout_s=900.0)
-
-    def publish_bucket(self, blob: bytes) -> None:
-        """A part of the weights by value, as safetensors."""
-        self._json("POST", "/admin/publish/bucket", blob, retry=False, timeout_s=900.0)
-
-    def publish_end(self, version: int, path: str | None) -> None:
-        """Puts the weights in force: those in the folder `path`, or the buckets where it is None."""
-        self._json("POST", "/admin/publish/end", {"version": version, "path": path}, retry=False, timeout_s=900.0)
 
     def render(self, transcripts: Sequence[Mapping[str, Any]]) -> list[RenderedRow]:
         """Transcripts ({"messages", "tools"}) as supervised rows."""

@@ -13,51 +13,144 @@ from palestra.server.listen import LOOPBACK
 from palestra.server.types import PublishMode
 
 
+class PdSection(Section):
+    """`[rollout.pd]`: prompts are computed by some engines and completions by others (prefill and decode apart)."""
+
+    table: ClassVar[str] = "rollout.pd"
+    prefill_gpus: int = Field(ge=1)
+    decode_gpus: int = Field(ge=1)
+    prefill_gpus_per_engine: int = Field(1, ge=1)
+    decode_gpus_per_engine: int = Field(1, ge=1)
+    transfer: Literal["mooncake", "nixl"] = "mooncake"
+    """How the cache travels from one to the other."""
+    ib_device: str | None = None
+    """Network device of the transfer; None: the engine's own choice."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> PdSection:
+        for kind in ("prefill", "decode"):
+            gpus, each = getattr(self, f"{kind}_gpus"), getattr(self, f"{kind}_gpus_per_engine")
+            if gpus % each:
+                raise ValueError(f"rollout.pd: {gpus} {kind}_gpus are no multiple of {kind}_gpus_per_engine {each}")
+        return self
+
+
+ONLY_SGLANG = (
+    "engines", "gpus_per_engine", "ep", "dp", "dp_attention", "mem_fraction", "kv_dtype", "ssm_dtype", "state_ratio",
+    "state_slots_pin", "state_strategy", "prefix_cache", "attention_backend", "deterministic", "hicache", "hicache_ratio",
+    "pd", "router", "router_policy", "topology", "urls", "router_url", "agents", "agent_token_file", "environment", "device",
+)  # fmt: skip
+"""Fields of `[rollout]` that the embedded engine has no use for."""
+ONLY_EMBEDDED = ("threads", "forced_ids")
+
+
 class EngineSection(Section):
     """`[rollout]` of any run: the engine that samples."""
 
     table: ClassVar[str] = "rollout"
     not_built: ClassVar[frozenset[str]] = frozenset(
-        [
-            "gpus_per_engine",
-            "ep",
-            "dp",
-            "dp_attention",
-            "mem_fraction",
-            "weight_dtype",
-            "kv_dtype",
-            "ssm_dtype",
-            "conv_dtype",
-            "state_ratio",
-            "state_slots_pin",
-            "state_strategy",
-            "prefix_cache",
-            "attention_backend",
-            "deterministic",
-            "draft_tokens",
-            "hicache",
-            "hicache_ratio",
-            "pd",
-            "router",
-            "router_policy",
-            "memory_saver",
-            "function",
-        ]
+        ["weight_dtype", "conv_dtype", "draft_tokens", "memory_saver", "function"]
     )
-    engine: Literal["embedded"] = "embedded"
-    """The engine. Others of the specification (sglang, openai) are not built."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """embedded: a process of ours on transformers; sglang: real SGLang engines, started by us or given by their URLs."""
     context_len: int = Field(2048, ge=32)
     """Window of the engine: prompt and reply, tokens."""
     max_running: int = Field(64, ge=1)
-    """Requests that the engine decodes at a time."""
-    max_total_tokens: int = Field(32_768, ge=256)
-    """Tokens that the engine's cache holds."""
-    page_size: int = Field(16, ge=1)
-    """Tokens of a cache page: whole pages are shared between prompts."""
+    """Requests that an engine decodes at a time."""
+    max_total_tokens: int | None = Field(None, ge=256)
+    """Tokens that an engine's cache holds; None: 32,768 of the embedded engine, what fits into its memory of SGLang."""
+    page_size: int | None = Field(None, ge=1)
+    """Tokens of a cache page: whole pages are shared between prompts. None: 16 of the embedded engine, SGLang's own choice."""
     threads: int = Field(2, ge=1)
-    """CPU threads of the engine."""
+    """CPU threads of the embedded engine."""
     forced_ids: bool = False
-    """A test's switch: requests may name the ids to be sampled."""
+    """A test's switch of the embedded engine: requests may name the ids to be sampled."""
+    engines: int = Field(1, ge=1)
+    """SGLang engines to start."""
+    urls: list[str] = Field(default_factory=list)
+    """SGLang engines that run already: they are probed and updated, never started or stopped."""
+    router_url: str | None = None
+    """A router in front of `urls` that runs already; None: ours is started where there are several engines."""
+    agents: dict[str, str] = Field(default_factory=dict)
+    """Engine's URL -> URL of the `palestra engine agent` on its host, for engines that get their weights as deltas."""
+    agent_token_file: str | None = None
+    """File with the token that those agents ask for; None: they ask for none."""
+    environment: str | None = None
+    """Folder with the engines' own Python environment, made by `palestra engine install`; None: .engine beside the project or in
+    ~/.local/share/palestra."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What SGLang computes on; auto: cuda where the machine has an NVIDIA driver."""
+    topology: str | None = None
+    """A YAML file with groups of engines (see docs/engines.md); then `engines`, `gpus_per_engine` and `pd` are not to be given."""
+    gpus_per_engine: int = Field(1, ge=1)
+    """GPUs of one engine: its tensor parallel size."""
+    ep: int = Field(1, ge=1)
+    """Expert parallel size."""
+    dp: int = Field(1, ge=1)
+    """Data parallel size within one engine."""
+    dp_attention: bool = False
+    """Attention by data parallel ranks, experts by all."""
+    mem_fraction: float | None = Field(None, ge=0.1, le=0.97)
+    """Share of the device's memory for weights and cache; None: 0.85 on a GPU, 0.1 of the host's memory on a CPU."""
+    kv_dtype: Literal["auto", "bf16", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """What keys and values are kept in."""
+    ssm_dtype: Literal["default", "fp32", "bf16"] = "default"
+    """What the states of linear attention are kept in."""
+    state_ratio: float | None = Field(None, gt=0)
+    """Memory for states against memory for keys and values, of models with linear attention."""
+    state_slots_pin: int | None = Field(None, ge=1)
+    """So many states instead, whatever the ratio."""
+    state_strategy: Literal["extra_buffer", "extra_buffer_lazy", "no_buffer"] | None = None
+    """How states of shared prefixes are kept."""
+    prefix_cache: bool = True
+    """Whether prompts share what is equal at their beginnings."""
+    attention_backend: str | None = None
+    """SGLang's attention kernels; None: its own choice (torch_native on a CPU)."""
+    deterministic: bool = False
+    """Batch-invariant kernels: seeds are honoured, and slower."""
+    hicache: bool = False
+    """A second cache in host memory."""
+    hicache_ratio: float | None = Field(None, gt=1)
+    """Its size against the device's; None: 2, or less where the host has not so much."""
+    pd: PdSection | None = None
+    router: Literal["sglang-router", "smg", "none"] = "sglang-router"
+    """What stands in front of several engines; none: only where there is one."""
+    router_policy: Literal["cache_aware", "consistent_hashing", "round_robin", "manual", "random", "power_of_two"] = (
+        "consistent_hashing"
+    )
+    """How the router chooses. With consistent_hashing and manual all turns of a group go to one engine."""
+    routed_experts: bool = False
+    """Whether the engine reports the experts of every token (routing replay)."""
+
+    @model_validator(mode="after")
+    def _of_this_engine(self) -> EngineSection:
+        idle = ONLY_SGLANG if self.engine == "embedded" else ONLY_EMBEDDED
+        other = "sglang" if self.engine == "embedded" else "embedded"
+        for name in idle:
+            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f'rollout.{name} needs rollout.engine = "{other}"')
+        if self.topology is not None:
+            for name in ("engines", "gpus_per_engine", "pd", "urls"):
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(f"rollout.{name} and rollout.topology both say which engines there are; give one")
+        if self.router_url is not None and not self.urls:
+            raise ValueError("rollout.router_url is of engines that run already: rollout.urls must name them")
+        if self.router == "none" and (self.engines > 1 or len(self.urls) > 1 or self.pd is not None):
+            raise ValueError('rollout.router = "none" is for one engine')
+        if self.routed_experts and self.engine == "sglang" and self.router == "sglang-router" and self.routed:
+            raise ValueError(
+                'rollout.routed_experts: sglang-router drops return_routed_experts from requests; use router = "smg", or one engine '
+                'with router = "none"'
+            )
+        return self
+
+    @property
+    def routed(self) -> bool:
+        """Whether a router stands in front of the engines."""
+        many = self.engines > 1 or len(self.urls) > 1 or self.pd is not None or self.topology is not None
+        return self.engine == "sglang" and self.router != "none" and (many or self.router_url is not None)
 
 
 class RolloutConfig(EngineSection):
@@ -74,7 +167,6 @@ class UpdateSection(Section):
     not_built: ClassVar[frozenset[str]] = frozenset(
         [
             "max_in_flight",
-            "publish_every",
             "partial",
             "partial_old_tokens",
             "generation_budget_s",
@@ -93,23 +185,39 @@ class ScheduleConfig(UpdateSection):
     kind: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: generate, then train; one_step_off: the next batch is generated while this one trains; async: up to max_staleness."""
     max_staleness: int | None = Field(None, ge=0)
-    """Train steps between the weights that sampled a token and those it trains. sync: 0, one_step_off: 1, async: must be given."""
+    """Train steps between the weights that sampled a token and those it trains. Must be given where kind is async, and nowhere else: with
+    weights published every train step it is 0 of sync and 1 of one_step_off, and each step without a publish adds one."""
+    publish_every: int = Field(1, ge=1)
+    """Optimizer steps between publishes; one is made at the end of a train step at the earliest, and after the last one always."""
 
     @model_validator(mode="after")
     def _bound(self) -> ScheduleConfig:
         if self.kind == "async" and self.max_staleness is None:
             raise ValueError("schedule.max_staleness must be given when schedule.kind is async")
-        fixed = {"sync": 0, "one_step_off": 1}
-        if self.kind in fixed and self.max_staleness not in (None, fixed[self.kind]):
+        if self.kind != "async" and self.max_staleness is not None:
             raise ValueError(
-                f"schedule.max_staleness is {fixed[self.kind]} when schedule.kind is {self.kind}; remove it"
+                f"schedule.max_staleness follows from schedule.kind = {self.kind!r} and schedule.publish_every; remove it, or use async"
             )
         return self
 
-    @property
-    def staleness(self) -> int:
-        """The bound in force."""
-        return {"sync": 0, "one_step_off": 1}.get(self.kind, self.max_staleness or 0)
+    def publish_steps(self, updates_per_batch: int) -> int:
+        """Train steps between publishes."""
+        return -(-self.publish_every // updates_per_batch)
+
+    def staleness(self, updates_per_batch: int) -> int:
+        """The bound in force, train steps.
+
+        Raises:
+            ValueError: it is too small for the steps between two publishes: the run would wait for itself.
+        """
+        least = self.publish_steps(updates_per_batch) - 1
+        bound = {"sync": least, "one_step_off": least + 1}.get(self.kind, self.max_staleness or 0)
+        if bound < least:
+            raise ValueError(
+                f"schedule.max_staleness ({bound}) is less than the {least} train steps that pass without a publish "
+                f"(schedule.publish_every = {self.publish_every})"
+            )
+        return bound
 
 
 class ServeSection(Section):

@@ -80,21 +80,6 @@ class RestoreBody(msgspec.Struct):
     policy_version: Number
 
 
-class PublishBody(msgspec.Struct):
-    """POST /admin/publish/begin."""
-
-    version: Number
-    train_step: Number
-
-
-class SealBody(msgspec.Struct):
-    """POST /admin/publish/end."""
-
-    version: Number
-    path: Name | None = None
-    """The folder of the weights; None: those that came in buckets."""
-
-
 class Transcript(msgspec.Struct):
     """A finished conversation."""
 
@@ -116,8 +101,6 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/admin/commit": CommitBody,
     "/admin/collect": CollectBody,
     "/admin/restore": RestoreBody,
-    "/admin/publish/begin": PublishBody,
-    "/admin/publish/end": SealBody,
     "/admin/render": RenderBody,
 }
 """By path, for the API's description."""

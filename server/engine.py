@@ -1,60 +1,72 @@
-"""The one client of an engine: token ids in, token ids and logprobs out, over SGLang's native HTTP surface.
+"""The one client of the engines: token ids in, token ids and logprobs out, over SGLang's native HTTP surface.
 
 In: prompt ids and sampling. Out: a `Completion` whose resumed parts are joined, with the policy version of every token. It waits for the
-engine, never longer than its deadline: refusals (400) are raised at once, faults are retried with back-off, and an aborted request goes on
-with `prompt + partial` unless the caller itself asked for the abort.
+engines, never longer than its deadline: refusals (400) are raised at once, faults are retried with back-off, a worker that died costs the
+part that it was sampling, and an aborted request goes on with `prompt + partial` unless the caller itself asked for the abort.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
-import numpy as np
-import orjson
 
-from palestra.server.engine_wire import (
-    EngineSampling,
-    Joined,
-    Meta,
-    Prompt,
-    read_answer,
-    request_body,
-)
+from palestra.server.engine_wire import EngineSampling, Joined, Meta, Prompt, read_answer, request_body, stop_across
 from palestra.server.signal import Signal
-from palestra.server.types import Completion, EngineError, EngineRefused
+from palestra.server.types import Completion, EngineError
+from palestra.server.workers.calls import Calls
+from palestra.server.workers.figures import PrefixFigures
+from palestra.server.workers.mend import Mender
+from palestra.server.workers.pins import Pins, saturated
+from palestra.server.workers.probe import ModelFacts
+from palestra.server.workers.report import Report
+from palestra.server.workers.retries import BackOff, Setback, failure, given_up
+from palestra.server.workers.start import take_up
+from palestra.server.workers.table import WorkerTable
+from palestra.server.workers.types import Answers, EnginePlace
+from palestra.server.workers.watch import Watcher
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+IDLE_S = 4.0
+"""How long an unused connection is kept: less than engines do (5 s), or a request could be sent into one that is being closed."""
 
 
 class EngineClient:
-    """Generation through `url`; control calls go to each of `workers`."""
+    """Generation through the router of `place`, or its only engine; control calls go to each worker of `fleet`."""
 
     def __init__(
         self,
-        url: str,
-        workers: Sequence[str] = (),
+        place: EnginePlace | str,
         *,
         deadline_s: float = 600.0,
         retry_s: float = 30.0,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.workers = tuple(w.rstrip("/") for w in workers) or (self.url,)
-        self.deadline_s = deadline_s
-        self.retry_s = retry_s
-        self.decode = decode
-        """Ids to text: needed to find stop texts that an abort cut in two."""
-        """How long an engine may be unreachable before a request gives up."""
+        """`place`: a text is the URL of one engine; `retry_s`: how long attempts of one request may fail in a row; `decode`: ids to text,
+        needed to find stop texts that an abort cut in two."""
+        place = EnginePlace(place) if isinstance(place, str) else place
+        self.url = place.url.rstrip("/")
+        self.deadline_s, self.retry_s, self.decode = deadline_s, retry_s, decode
+        tokens = dict.fromkeys(place.agents.values(), place.agent_token) if place.agent_token else {}
+        self._calls = Calls(tokens)
+        self.fleet = WorkerTable(place, self._calls)
+        """The workers: who serves, who is quarantined and why."""
+        self.figures = PrefixFigures()
+        self.pins = Pins()
+        self._mender = Mender(self.fleet, deadline_s)
+        self.watcher = Watcher(self.fleet, self.figures, self._mender, self._displace)
+        self._report = Report(self.fleet, self.figures, self.watcher)
+        self.salt: str | None = None
+        """Goes into the cache key of every request, so that what was computed under another one is not reused; None: nothing does."""
         self.running = 0
         """Completions that callers wait for."""
         self.on_wire = 0
-        """Requests that an engine has now; those held back by the gate are not among them."""
+        """Requests that an engine has now; those held back by the gate, or waiting for another attempt, are not among them."""
         self.faults = 0
+        """Attempts that failed through no fault of the request."""
+        self.retries = 0
+        """Attempts that were made after one that failed."""
         self.gate = asyncio.Event()
         """Cleared while a publish in `finish` mode holds new requests back."""
         self.gate.set()
@@ -63,79 +75,126 @@ class EngineClient:
         self._cancelled: set[str] = set()
         self._parts: dict[str, str] = {}
         """Request -> the name under which its present part runs at the engine."""
+        self._flying: dict[str, asyncio.Timeout] = {}
+        """Part on the wire -> its time limit."""
         self._http: aiohttp.ClientSession | None = None
 
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """URLs that control calls go to."""
+        return tuple(worker.url for worker in self.fleet.reachable())
+
     async def open(self) -> None:
-        """Opens the connection pool on the running loop."""
-        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=300)
-        timeout = aiohttp.ClientTimeout(total=self.deadline_s, sock_connect=10)
+        """Opens the connections on the running loop, and learns from the router which workers there are where nobody said so.
+
+        Raises:
+            EngineError: the router names none.
+        """
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=IDLE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        await self._calls.open()
+        await self.fleet.open()
+
+    async def start(self, facts: ModelFacts) -> None:
+        """Refuses engines that would corrupt training, lets all others go on, and begins to watch them.
+
+        Raises:
+            EngineError: no engine answers, or one is unfit: which, why, and what to do.
+        """
+        self._mender.facts = facts
+        await take_up(self.fleet, facts)
+        self.watcher.start()
 
     async def close(self) -> None:
-        """Closes the connection pool."""
+        """Stops watching and closes the connections."""
+        await self.watcher.close()
+        self.fleet.close()
+        await self._calls.close()
         if self._http is not None:
             await self._http.close()
 
     async def generate(
-        self, prompt: Prompt, sampling: EngineSampling, *, rid: str, key: str, deadline_s: float | None = None
+        self,
+        prompt: Prompt,
+        sampling: EngineSampling,
+        *,
+        rid: str,
+        key: str,
+        deadline_s: float | None = None,
+        later: bool = False,
     ) -> Completion:
-        """Samples one completion; `key` keeps a session (or a group) on one worker. `deadline_s`: less time than the client's own.
+        """Samples one completion; `key`, the group, keeps all its requests on one worker while that has room. `deadline_s`: less time than
+        the client's own. `later`: the prompt goes on from an earlier turn (for the figures alone).
 
         Raises:
             EngineRefused: the request itself is wrong.
             EngineError: no answer within the deadline.
         """
         self.running += 1
+        seconds = min(self.deadline_s, deadline_s or self.deadline_s)
+        deadline = asyncio.get_running_loop().time() + seconds
         try:
-            return await self._generate(prompt, sampling, rid, key, min(self.deadline_s, deadline_s or self.deadline_s))
+            return await self._generate(prompt, sampling, rid, key, deadline, later)
         finally:
             self.running -= 1
             self._cancelled.discard(rid)
             self._parts.pop(rid, None)
 
     async def _generate(
-        self, prompt: Prompt, sampling: EngineSampling, rid: str, key: str, deadline_s: float
+        self, prompt: Prompt, sampling: EngineSampling, rid: str, group: str, deadline: float, later: bool
     ) -> Completion:
-        joined = Joined()
-        meta: Meta | None = None
-        cached, part = -1, 0
-        deadline = time.monotonic() + deadline_s
+        loop = asyncio.get_running_loop()
+        joined, meta, cached, part, resumed = Joined(), None, -1, 0, False
+        back_off: BackOff | None = None
         while True:
             left = sampling.max_new_tokens - len(joined.ids)
-            part_rid = self._parts[rid] = rid if part == 0 else f"{rid[:-4]}{part:04x}"
-            body = request_body(prompt.and_then(joined.ids), sampling, part_rid, left, len(joined.ids))
+            # Each attempt has a name of its own: the engine may still know the one that was lost.
+            name = self._parts[rid] = rid if part == 0 else f"{rid[:-4]}{part:04x}"
+            part += 1
+            body = request_body(prompt.and_then(joined.ids), sampling, name, left, len(joined.ids), self.salt)
             await self._admitted(deadline)
             if rid in self._cancelled:
                 if meta is None:
                     raise EngineError(f"request {rid} was ended before it began")
                 return joined.completion("abort", cached, meta)
-            meta = await self._post_generate(body, key, deadline)
-            joined.add(meta, part_rid)
-            cached = meta.cached_tokens if cached < 0 else cached
+            try:
+                meta = await self._attempt(body, name, group, deadline)
+            except Setback as setback:
+                self.faults += 1
+                back_off = back_off or BackOff(self.retry_s)
+                await self._before_next(back_off, setback, deadline)
+                continue
+            back_off = None
+            joined.add(meta, name)
+            if cached < 0 and meta.prompt_tokens:
+                cached = meta.cached_tokens
+                self.figures.add(group, meta.prompt_tokens, cached, later=later)
             reason = str(meta.finish_reason.get("type", "stop"))
-            if part and (crossing := self._stop_across(joined.ids, sampling.stop)) is not None:
+            if resumed and (crossing := stop_across(joined.ids, sampling.stop, self.decode)) is not None:
                 return joined.completion("stop", cached, meta, crossing)
             if reason != "abort" or rid in self._cancelled:
                 return joined.completion(reason, cached, meta)
             if left <= meta.completion_tokens:
                 return joined.completion("length", cached, meta)
-            if time.monotonic() > deadline:
-                raise EngineError(f"request {rid} was aborted {part + 1} times and its deadline is over")
-            part += 1
+            if loop.time() > deadline:
+                raise EngineError(
+                    f"request {rid} was aborted and its deadline is over; {len(joined.ids)} tokens are lost"
+                )
+            resumed = True
 
-    def _stop_across(self, ids: Sequence[int], stop: tuple[str, ...]) -> tuple[str, int] | None:
-        """A stop text that an engine could not see, since an abort cut it in two: the text, and how many ids complete it."""
-        if not stop or self.decode is None:
-            return None
-        text = self.decode(ids)
-        found = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=None)
-        if found is None:
-            return None
-        low, high = 1, len(ids)
-        while low < high:  # the fewest ids whose text holds it
-            middle = (low + high) // 2
-            low, high = (low, middle) if found[1] in self.decode(ids[:middle]) else (middle + 1, high)
-        return found[1], low
+    async def _before_next(self, back_off: BackOff, setback: Setback, deadline: float) -> None:
+        """Waits as long as the next attempt has to wait; after a broken connection, until the dead are out of routing.
+
+        Raises:
+            EngineError: there is no next attempt.
+        """
+        if setback.broken:
+            await self.fleet.suspect()
+        delay = back_off.next_delay(setback, asyncio.get_running_loop().time(), deadline)
+        self.retries += 1
+        if delay:
+            await asyncio.sleep(delay)
 
     async def freeze(self) -> None:
         """Takes every request off the engines: what they sampled is kept, and new ones wait, until `thaw`.
@@ -159,96 +218,104 @@ class EngineClient:
         if self.gate.is_set():
             return
         try:
-            await asyncio.wait_for(self.gate.wait(), max(deadline - time.monotonic(), 0.0))
+            async with asyncio.timeout_at(deadline):
+                await self.gate.wait()
         except TimeoutError:
             raise EngineError("a weight publish held the request back past its deadline") from None
 
-    async def _post_generate(self, body: bytes, key: str, deadline: float) -> Meta:
-        self.on_wire += 1
-        try:
-            raw = await self._post(f"{self.url}/generate", body, {"X-SMG-Routing-Key": key}, deadline)
-        finally:
-            self.on_wire -= 1
-            self.idle.notify()
-        return read_answer(raw)
+    async def _attempt(self, body: bytes, name: str, group: str, deadline: float) -> Meta:
+        """One part of a request.
 
-    async def _post(self, url: str, body: bytes, headers: dict[str, str], deadline: float) -> bytes:
-        """POST with retries of faults. 400 is the request's own fault and never repeated."""
+        Raises:
+            Setback: it failed through no fault of its own.
+            EngineRefused: the request is wrong.
+            EngineError: the answer breaks the contract, or the deadline is over.
+        """
+        key, era = self.pins.key(group), self.fleet.era
+        meta = read_answer(await self._post(body, name, key, deadline))
+        # An update takes every request out of its place: what happened in one says nothing of a worker's room.
+        quiet = era == self.fleet.era and not self.fleet.updating
+        if quiet and saturated(meta.num_retractions, meta.queue_time) and self.watcher.room_elsewhere:
+            self.pins.move(group, key)
+        return meta
+
+    async def _post(self, body: bytes, name: str, key: str, deadline: float) -> bytes:
         if self._http is None:
             raise EngineError("the engine client is not open")
-        delay, failing_since, last = 0.1, 0.0, ""
-        while True:
-            try:
-                async with self._http.post(
-                    url, data=body, headers={"Content-Type": "application/json", **headers}
-                ) as reply:
+        url = f"{self.url}/generate"
+        headers = {"Content-Type": "application/json", "X-SMG-Routing-Key": key}
+        begun = asyncio.get_running_loop().time()
+        self.on_wire += 1
+        try:
+            async with asyncio.timeout_at(deadline) as self._flying[name]:
+                async with self._http.post(url, data=body, headers=headers) as reply:
                     raw = await reply.read()
-                    if reply.status == 200:
-                        return raw
-                    last = f"HTTP {reply.status}: {raw[:500].decode(errors='replace')}"
-                    if reply.status not in RETRIED:
-                        raise EngineRefused(f"{url}: {last}")
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                last = f"{type(error).__name__}: {error}"
-            self.faults += 1
-            now = time.monotonic()
-            failing_since = failing_since or now
-            if now - failing_since > self.retry_s or now + delay > deadline:
-                raise EngineError(f"{url} did not answer for {now - failing_since:.0f} s; last: {last}")
-            await asyncio.sleep(delay * (0.5 + random.random()))
-            delay = min(delay * 2, 5.0)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            setback = Setback(f"{url}: {type(error).__name__}: {error}", broken=True)
+            if (now := asyncio.get_running_loop().time()) >= deadline:
+                raise given_up(setback, now - begun) from None
+            raise setback from None
+        finally:
+            self._flying.pop(name, None)
+            self.on_wire -= 1
+            self.idle.notify()
+        if reply.status == 200:
+            return raw
+        raise failure(url, reply.status, reply.headers.get("Retry-After"), raw)
+
+    async def _displace(self) -> None:
+        """Takes requests off workers that do not answer. Nobody knows which they have; so all others give theirs back, with what was
+        sampled, and what is not back then is begun anew elsewhere."""
+        before = dict(self._flying)
+        if not before or not (serving := self.fleet.serving()):
+            return
+        await self.fleet.ask(serving, "/abort_request", {"abort_all": True}, timeout_s=self.fleet.alive_s)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.fleet.alive_s
+        while any(self._flying.get(name) is limit for name, limit in before.items()) and loop.time() < end:
+            await self.idle.wait(end - loop.time())
+        for name, limit in before.items():
+            if self._flying.get(name) is limit:
+                limit.reschedule(loop.time())
 
     async def cancel(self, rid: str) -> None:
-        """Ends a running request; `generate` returns what it has, with finish_reason abort. One that has ended is left alone."""
+        """Ends a running request; `generate` returns what it has, with finish_reason abort. One that has ended is left alone.
+
+        Raises:
+            EngineError: no worker could be told.
+        """
         if (part_rid := self._parts.get(rid)) is not None:
             self._cancelled.add(rid)
-            await self.control("/abort_request", {"rid": part_rid})
+            answers = await self.fleet.ask(self.fleet.reachable(), "/abort_request", {"rid": part_rid}, timeout_s=30.0)
+            if not answers.ok:
+                raise next(iter(answers.failed.values()))
 
-    async def control(self, path: str, payload: dict[str, Any], *, timeout_s: float = 120.0) -> list[dict[str, Any]]:
+    async def control(self, path: str, payload: dict[str, Any], *, timeout_s: float = 120.0) -> list[Mapping[str, Any]]:
         """One control call to every worker at once; the answers in the workers' order.
 
         Raises:
             EngineError: one of them failed; the message names it.
         """
-        body, deadline = orjson.dumps(payload), time.monotonic() + timeout_s
-        raws = await asyncio.gather(*(self._post(w + path, body, {}, deadline) for w in self.workers))
-        return [_json(raw) for raw in raws]
+        return _all_of(await self.fleet.ask(self.fleet.reachable(), path, payload, timeout_s=timeout_s))
 
-    async def info(self) -> list[dict[str, Any]]:
+    async def info(self) -> list[Mapping[str, Any]]:
         """`/model_info` of every worker.
 
         Raises:
             EngineError: one of them does not answer.
         """
-        if self._http is None:
-            raise EngineError("the engine client is not open")
-        out = []
-        for worker in self.workers:
-            try:
-                async with self._http.get(f"{worker}/model_info", timeout=aiohttp.ClientTimeout(total=30)) as reply:
-                    out.append(_json(await reply.read()))
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise EngineError(f"{worker}/model_info: {type(error).__name__}: {error}") from None
-        return out
+        return _all_of(await self.fleet.look(self.fleet.reachable(), "/model_info", timeout_s=30.0))
 
-    async def probe(self, prompt: Sequence[int], stop_ids: Sequence[int]) -> None:
-        """Refuses an engine that would corrupt training: ids and logprobs must come back, in equal number, and not be uniform.
+    def metrics(self) -> dict[str, float]:
+        """Figures of the engines since the last call."""
+        return self._report.take({"faults": self.faults, "retries": self.retries, "unpins": self.pins.moved})
 
-        Raises:
-            EngineError: what is wrong with it.
-        """
-        sampling = EngineSampling(1.0, 4, tuple(stop_ids))
-        done = await self.generate(Prompt.of(prompt), sampling, rid="0" * 32, key="probe")
-        (info, *_) = await self.info()
-        vocab = int(info.get("vocab_size", 0))
-        uniform = -np.log(vocab) if vocab else None
-        if uniform is not None and all(abs(lp - uniform) < 1e-4 for lp in done.logprobs):
-            raise EngineError("the engine's logprobs are uniform: its output layer was not loaded (tied embeddings?)")
+    def status(self) -> list[dict[str, Any]]:
+        """One row per worker."""
+        return self._report.rows()
 
 
-def _json(raw: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(raw or b"{}")
-    except orjson.JSONDecodeError:
-        return {"text": raw[:200].decode(errors="replace")}
-    return value if isinstance(value, dict) else {"value": value}
+def _all_of(answers: Answers) -> list[Mapping[str, Any]]:
+    for error in answers.failed.values():
+        raise error
+    return list(answers.ok.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,18 @@ class Meta(msgspec.Struct):
     """`meta_info` of an answer."""
 
     finish_reason: dict[str, Any]
-    prompt_tokens: int
     completion_tokens: int
     weight_version: str | int
     output_token_logprobs: list[tuple[float, int, Any]]
+    prompt_tokens: int = 0
+    """0: not said. SGLang leaves it out of the answer to a request that was aborted while it waited for its place."""
     weight_versions: list[_Span] = []
     output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
     cached_tokens: int = 0
+    num_retractions: int | None = None
+    """How often the request lost its place for want of room, or to a weight update."""
+    queue_time: float | None = None
+    """How long it waited for its place, seconds."""
     routed_experts: str | None = None
     routed_experts_shape: list[int] | None = None
 
@@ -139,8 +144,10 @@ def version_of(wire: str | int) -> int:
     return version
 
 
-def request_body(ids: bytes, sampling: EngineSampling, rid: str, left: int, done: int) -> bytes:
-    """The body of one part: the prompt's ids as JSON, `left` tokens to go after `done` ones."""
+def request_body(
+    ids: bytes, sampling: EngineSampling, rid: str, left: int, done: int, salt: str | None = None
+) -> bytes:
+    """The body of one part: the prompt's ids as JSON, `left` tokens to go after `done` ones. Only requests of one `salt` share a cache."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_new_tokens": left,
@@ -159,6 +166,8 @@ def request_body(ids: bytes, sampling: EngineSampling, rid: str, left: int, done
         # The same for every part: engines mix in the position, so that a part that goes on draws what it would have drawn.
         params["sampling_seed"] = sampling.seed
     body: dict[str, Any] = {"rid": rid, "return_logprob": True, "sampling_params": params}
+    if salt is not None:
+        body["extra_key"] = salt
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
     if sampling.routed_experts:
@@ -213,6 +222,23 @@ class Joined:
             stop_text,
             kept,
         )
+
+
+def stop_across(
+    ids: Sequence[int], stop: tuple[str, ...], decode: Callable[[Sequence[int]], str] | None
+) -> tuple[str, int] | None:
+    """A stop text that an engine could not see, since an abort cut it in two: the text, and how many ids complete it."""
+    if not stop or decode is None:
+        return None
+    text = decode(ids)
+    found = min(((at, s) for s in stop if (at := text.find(s)) >= 0), default=None)
+    if found is None:
+        return None
+    low, high = 1, len(ids)
+    while low < high:  # the fewest ids whose text holds it
+        middle = (low + high) // 2
+        low, high = (low, middle) if found[1] in decode(ids[:middle]) else (middle + 1, high)
+    return found[1], low
 
 
 def _check(meta: Meta) -> None:

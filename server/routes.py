@@ -172,32 +172,6 @@ async def thaw(request: Request) -> Response:
     return reply({"ok": True})
 
 
-@control.post("/admin/publish/begin")
-async def publish_begin(request: Request) -> Response:
-    """Holds generation for new weights."""
-    require_admin(request)
-    body = await body_as(request, bodies.PublishBody)
-    await service_of(request).publisher.begin(body.version, body.train_step)
-    return reply({"ok": True})
-
-
-@control.post("/admin/publish/bucket", openapi_extra={"requestBody": {"content": {Framed.media_type: {}}}})
-async def publish_bucket(request: Request) -> Response:
-    """A part of the weights, a safetensors blob."""
-    require_admin(request)
-    await service_of(request).publisher.bucket(await request.body())
-    return reply({"ok": True})
-
-
-@control.post("/admin/publish/end")
-async def publish_end(request: Request) -> Response:
-    """Puts the new weights in force."""
-    require_admin(request)
-    body = await body_as(request, bodies.SealBody)
-    await service_of(request).publish_end(body.version, body.path)
-    return reply({"ok": True})
-
-
 @control.post("/admin/render")
 async def render(request: Request) -> Response:
     """Transcripts as supervised rows."""

@@ -22,11 +22,15 @@ from palestra.server.gateway.turns import TurnCore
 from palestra.server.ledger import read_ledger
 from palestra.server.plan.book import Assignment
 from palestra.server.plan.plan import Plan, PlanSettings
-from palestra.server.publish import Publisher
+from palestra.server.publishing.bodies import EndBody
+from palestra.server.publishing.publisher import Publisher
+from palestra.server.publishing.types import PublishReport
 from palestra.server.renderer.types import Renderer
 from palestra.server.signal import Signal
 from palestra.server.store.turnlog import TurnLog
 from palestra.server.types import LeaseLost, PublishMode, SessionError, TrajectoryGroup
+from palestra.server.workers.probe import ModelFacts
+from palestra.server.workers.types import EnginePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class ServiceSettings:
 
     store: Path
     """The run's `store` folder."""
-    engine_url: str
+    engine: EnginePlace
     model: str
     """The name that agents see."""
     limits: SessionLimits
@@ -45,6 +49,8 @@ class ServiceSettings:
     deadline_s: float
     tasks: Sequence[Mapping[str, Any]] | None = None
     """Tasks of a file; None: the workers' environment has its own."""
+    routed_experts: bool = False
+    """Whether every turn keeps the experts of its tokens, for a trainer that replays them."""
     agent_key: str | None = None
     """Opens the model routes of any session that a request names beside it; None: there is no such key."""
 
@@ -58,12 +64,21 @@ class RolloutService:
         self.log = TurnLog(settings.store)
         self.buffer = EmbeddedBuffer(settings.store)
         self.plan = Plan(settings.plan, self.log, self.buffer, self.signal)
-        self.engine = EngineClient(settings.engine_url, deadline_s=settings.deadline_s, decode=renderer.codec.decode)
+        self.engine = EngineClient(settings.engine, deadline_s=settings.deadline_s, decode=renderer.codec.decode)
         self.sessions = SessionTable(settings.agent_key)
-        self.core = TurnCore(renderer, self.engine, self.log, settings.model, self.plan.metrics.add_turn)
+        self.core = TurnCore(
+            renderer,
+            self.engine,
+            self.log,
+            settings.model,
+            self.plan.metrics.add_turn,
+            experts=settings.routed_experts,
+        )
         self.calls = CallDesk(self.core.run, self.engine.cancel)
         self.desk = SessionDesk(self.log, self.plan, self.sessions, self.calls, settings.limits, renderer.codec)
-        self.publisher = Publisher(self.engine, self.buffer, settings.update_mode, settings.deadline_s)
+        self.publisher = Publisher(
+            self.engine, settings.engine.kind, self.buffer, settings.update_mode, settings.deadline_s
+        )
         self.base_url = ""
         """Where agents reach the model routes; "": where the opener of a session reached us."""
         self._trainer_waits: tuple[float, int] | None = None
@@ -76,10 +91,10 @@ class RolloutService:
             EngineError: the engine is unfit or does not answer.
         """
         await self.engine.open()
-        # A former service may have died in the middle of a weight update, which will never end: requests would wait for it.
-        await self.engine.control("/continue_generation", {})
         prompt = self.renderer.render([{"role": "user", "content": "Hello"}])
-        await self.engine.probe(prompt.ids, self.renderer.stop_ids)
+        await self.engine.start(
+            ModelFacts.of(prompt.ids, self.renderer.stop_ids, self.settings.model, self.engine.decode)
+        )
         if self.settings.tasks is not None:
             self.plan.set_source(len(self.settings.tasks), self.settings.tasks)
         await self.plan.recover()
@@ -163,17 +178,19 @@ class RolloutService:
         self.plan.published_step = None
         return self.buffer.highest_version() + 1
 
-    async def publish_end(self, version: int, path: str | None) -> None:
+    async def publish_end(self, body: EndBody) -> PublishReport:
         """The new weights are in force; generation for the next step may start."""
-        self.plan.published_step = await self.publisher.end(version, path)
+        report = await self.publisher.end(body)
+        self.plan.published_step = report.train_step
         self.signal.notify()
+        return report
 
     def step_metrics(self) -> dict[str, float]:
         """Rollout-side figures since the last call."""
         return {
             **self.plan.metrics.take(),
-            "publish/paused_s/mean": self.publisher.last_seconds,
-            "engine/faults/count": float(self.engine.faults),
+            **self.publisher.figures(),
+            **self.engine.metrics(),
         }
 
     def ledger(self) -> dict[str, Any]:
@@ -186,6 +203,7 @@ class RolloutService:
         return {
             "sessions": len(self.sessions),
             "engine_requests": self.engine.on_wire,
+            "workers": self.engine.status(),
             "groups": {"open": load.open, "ready": load.ready, "claimed": load.claimed},
             "committed_step": self.plan.committed_step,
             "policy_version": self.buffer.highest_version(),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tokenizers
+from tests import sglang, tokenizers
 from tests.live import engine_process
 from tests.tiny import make_tiny_moe
 
@@ -23,6 +23,12 @@ def tiny_engine(tiny_moe: Path) -> Iterator[str]:
     """The URL of an embedded engine on `tiny_moe`, which accepts forced ids."""
     with engine_process(tiny_moe, "--context-length", "1024", "--allow-forced-ids") as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def sglang_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sglang.SglangEngines]:
+    """Two real SGLang engines behind the real router, for all tests that need them."""
+    yield from sglang.started(tmp_path_factory.mktemp("sglang"))
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from palestra.server.plan.plan import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 from palestra.server.types import PublishMode
+from palestra.server.workers.types import EnginePlace
 
 TOKEN = "test-admin-token"
 
@@ -76,13 +77,12 @@ def settings(store: Path, engine_url: str, **changes: Any) -> ServiceSettings:
         "shuffle": True,
         "rollout_deadline_s": 60.0,
     }
-    top: dict[str, Any] = {"update_mode": PublishMode.RETRACT, "deadline_s": 60.0}
+    top: dict[str, Any] = {"engine": EnginePlace(engine_url), "update_mode": PublishMode.RETRACT, "deadline_s": 60.0}
     for name, value in changes.items():
         table = limits if name in limits else plan if name in plan else top
         table[name] = value
     return ServiceSettings(
         store=store,
-        engine_url=engine_url,
         model="tiny",
         limits=SessionLimits(**limits),  # type: ignore[arg-type]
         plan=PlanSettings(**plan),  # type: ignore[arg-type]

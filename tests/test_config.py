@@ -35,12 +35,38 @@ MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calcu
         ({"algo": {"groupsize": 4}}, "did you mean group_size?"),
         ({"algoo": {}}, "did you mean algo?"),
         ({"train": {"tp": 2}}, "not built: train.tp"),
-        ({"rollout": {"pd": {}}}, "not built: rollout.pd"),
-        ({"sglang": {"x": 1}}, "not built: .*sglang"),
+        ({"rollout": {"draft_tokens": 2}}, "not built: rollout.draft_tokens"),
+        ({"rollout": {"engine": "sglang", "pd": {}}}, "rollout.pd.prefill_gpus must be given"),
+        (
+            {
+                "rollout": {
+                    "engine": "sglang",
+                    "pd": {"prefill_gpus": 3, "decode_gpus": 2, "prefill_gpus_per_engine": 2},
+                }
+            },
+            "no multiple",
+        ),
+        ({"rollout": {"engines": 2}}, 'rollout.engines needs rollout.engine = "sglang"'),
+        ({"rollout": {"engine": "sglang", "threads": 3}}, 'rollout.threads needs rollout.engine = "embedded"'),
+        ({"rollout": {"engine": "sglang", "topology": "t.yaml", "engines": 2}}, "rollout.engines and rollout.topology"),
+        ({"rollout": {"engine": "sglang", "router_url": "http://r"}}, "rollout.urls must name them"),
+        ({"rollout": {"engine": "sglang", "engines": 2, "router": "none"}}, "is for one engine"),
+        (
+            {"rollout": {"engine": "sglang", "engines": 2, "routed_experts": True}},
+            "sglang-router drops return_routed_experts",
+        ),
+        ({"sglang": {"x": 1}}, "it needs rollout.engine = .sglang."),
+        ({"router": {"x": 1}, "rollout": {"engine": "sglang"}}, "in front of several SGLang engines"),
+        ({"weights": {"mode": "delta"}}, "rollout.urls and rollout.agents must name them"),
+        (
+            {"weights": {"mode": "delta"}, "rollout": {"engine": "sglang", "urls": ["http://e"]}},
+            "rollout.agents has none for http://e",
+        ),
+        ({"schedule": {"kind": "async", "max_staleness": 1, "publish_every": 4}}, "less than the 3 train steps"),
         ({"algo": {"estimator": "ppo"}}, "not built: algo.estimator"),
         ({"algo": {"group_size": 0}}, "algo.group_size.*greater than or equal to 1.*got 0"),
         ({"schedule": {"kind": "async"}}, "schedule.max_staleness must be given"),
-        ({"schedule": {"max_staleness": 3}}, "schedule.max_staleness is 0"),
+        ({"schedule": {"max_staleness": 3}}, "schedule.max_staleness follows from"),
         ({"schedule": {"deadline_s": float("inf")}}, "schedule.deadline_s"),
         ({"agent": {"kind": "command"}}, "agent.command must be given"),
         ({"run": {"name": "../x"}}, "run.name"),
@@ -142,7 +168,7 @@ READ_INSIDE = {
     "algo.max_response": "sampling",
 }
 # One value only: every other is refused by name, so there is nothing to consume.
-SINGLE = {"rollout.engine", "algo.estimator", "optim.schedule", "version"}
+SINGLE = {"algo.estimator", "optim.schedule", "version"}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,8 +9,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +20,8 @@ import httpx2
 import numpy as np
 import pytest
 
-from tests.conformance.engine_suite import DEADLINE_S, LONG, EngineSuite, EngineUnderTest, reference, wait_until
+from tests.conformance.engine import EngineSuite
+from tests.conformance.engine_kit import DEADLINE_S, LONG, EngineUnderTest, reference, stored, wait_until
 from tests.tiny import make_tiny_llama, make_tiny_moe
 
 pytestmark = pytest.mark.walk
@@ -63,7 +65,7 @@ def serve(family: str, tmp: Path) -> Iterator[EngineUnderTest]:
     other = make(tmp / "other", seed=2, max_position_embeddings=WINDOW, initializer_range=0.1)
     vocab = json.loads((one / "config.json").read_text())["vocab_size"]
     with process(one, tmp / "log", "--page-size", str(PAGE), "--allow-forced-ids", "--max-running", "64") as (_, url):
-        yield EngineUnderTest(url, one, other, vocab, PAGE)
+        yield EngineUnderTest(url, one, other, vocab, PAGE, payloads=WAYS)
 
 
 class TestMoe(EngineSuite):
@@ -122,7 +124,7 @@ class TestMoe(EngineSuite):
             ("lora_path", {"lora_path": "x"}),
             ("input_ids", {"input_ids": []}),
             ("vocabulary", {"input_ids": [10**6]}),
-            ("max_new_tokens", {"sampling_params": {"max_new_tokens": 0}}),
+            ("max_new_tokens", {"sampling_params": {"max_new_tokens": -1}}),
         ],
     )
     def test_what_is_not_built_is_refused_by_name(
@@ -282,6 +284,44 @@ class TestLlama(EngineSuite):
         )
 
 
+def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """As safetensors within the body."""
+    return {"serialized_named_tensors": [blob(dict(tensors))], "load_format": "safetensors"}
+
+
+def by_segment(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Through a segment of shared memory that is overwritten as soon as it may be: before the next one is made."""
+    for old in SEGMENTS:
+        old.buf[:] = bytes(len(old.buf))
+    slots, at = [], 0
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        slots.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": at})
+        at += tensor.nbytes
+    segment = SharedMemory(create=True, size=at)
+    SEGMENTS.append(segment)
+    for slot, tensor in zip(slots, tensors.values(), strict=True):
+        segment.buf[slot["offset"] : slot["offset"] + tensor.nbytes] = tensor.contiguous().numpy().tobytes()
+    told = {"shm": segment.name, "nbytes": at, "tensors": slots}
+    text = base64.b64encode(json.dumps(told).encode()).decode()
+    return {"serialized_named_tensors": [text], "load_format": "shared_memory"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def segments_go() -> Iterator[None]:
+    """They are the sender's, and are still there when the engine has ended."""
+    yield
+    while SEGMENTS:
+        segment = SEGMENTS.pop()
+        assert Path("/dev/shm", segment.name).exists()
+        segment.close()
+        segment.unlink()
+
+
+SEGMENTS: list[SharedMemory] = []
+WAYS = {"safetensors": by_value, "shared memory": by_segment}
+
+
 def experts(meta: dict[str, Any]) -> Any:
     raw = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int16)
     return raw.reshape(meta["routed_experts_shape"])
@@ -301,12 +341,6 @@ def routed(folder: Path, ids: list[int]) -> Any:
     for hook in hooks:
         hook.remove()
     return torch.stack(picked, 1).numpy()
-
-
-def stored(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(folder / "model.safetensors"))
 
 
 def blob(tensors: dict[str, Any]) -> str:

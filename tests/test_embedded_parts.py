@@ -17,7 +17,7 @@ from palestra.server.embedded.jobs import Job
 from palestra.server.embedded.prefixes import PrefixStore
 from palestra.server.embedded.types import EngineDied, EngineOptions, GenerateCall, RequestRefused
 from palestra.server.embedded.workspace import CacheShape, Workspace
-from tests.conformance.engine_suite import full_forward, wait_until
+from tests.conformance.engine_kit import full_forward, wait_until
 from tests.tiny import make_tiny_moe
 
 pytestmark = pytest.mark.walk

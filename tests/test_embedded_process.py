@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.conformance.engine_suite import DEADLINE_S, wait_until
+from tests.conformance.engine_kit import DEADLINE_S, wait_until
 from tests.test_embedded_engine import process
 from tests.tiny import make_tiny_llama
 

@@ -14,6 +14,7 @@ import pytest
 from palestra.server.engine import EngineClient
 from palestra.server.engine_wire import EngineSampling, Prompt, version_of
 from palestra.server.types import EngineError, EngineRefused, VersionSpan
+from palestra.server.workers.probe import ModelFacts, check_temperature
 from tests.live import engine_process
 
 pytestmark = pytest.mark.walk
@@ -129,5 +130,34 @@ async def test_an_engine_that_is_not_there_is_a_fault_within_its_deadline() -> N
         await client.close()
 
 
-async def test_the_probe_passes_a_sound_engine(client: EngineClient) -> None:
-    await client.probe(PROMPT, ())
+async def test_a_sound_engine_is_taken_up(client: EngineClient, tiny_moe: Path) -> None:
+    await client.start(ModelFacts.of(PROMPT, (), str(tiny_moe), None))
+    (row,) = client.status()
+    assert (row["state"], row["url"]) == ("serving", client.url)
+
+
+async def test_logprobs_of_a_real_engine_follow_the_temperature(client: EngineClient) -> None:
+    """The probe's own assumption, on an engine that is known to be right."""
+    tops = []
+    for temperature in (1.0, 0.5):
+        sampling = EngineSampling(temperature, 1, (), top_logprobs=20)
+        done = await client.generate(Prompt.of(PROMPT), sampling, rid=rid(), key="k")
+        tops.append({token: logprob for logprob, token in done.top_logprobs[0]})
+    best, *_, far = tops[0]
+    assert next(iter(tops[1])) == best
+    gaps = [top[best] - top[far] for top in tops]
+    assert gaps[1] == pytest.approx(2 * gaps[0], rel=1e-3)
+    check_temperature(client.url, *tops)
+
+
+async def test_a_salt_keeps_caches_apart(client: EngineClient) -> None:
+    prompt = list(range(60, 160))
+    cached = []
+    for salt in (None, None, "w1", "w1"):
+        client.salt = salt
+        cached.append(
+            (await client.generate(Prompt.of(prompt), EngineSampling(1.0, 2, ()), rid=rid(), key="k")).cached_tokens
+        )
+    assert cached[0] == cached[2] == 0
+    assert cached[1] == cached[3] > 0
+    assert client.figures.group("k") == pytest.approx(sum(cached) / 400)

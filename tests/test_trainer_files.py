@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from palestra.trainer.checkpoints import Checkpoint, Checkpoints, Meta, model_fingerprint
 from palestra.trainer.config import WeightsConfig
 from palestra.trainer.megatron.backend import MegatronBackend
 from palestra.trainer.megatron.weights import HfWeights
-from palestra.trainer.publish import Publisher, buckets
+from palestra.trainer.publish import Publisher
 from palestra.trainer.records import MetricsFile, read_step, row_record, write_step
 from palestra.trainer.types import CheckpointError, RowAdvantage, TrainerError
+from palestra.trainer.weights.disk import buckets
 from tests.test_trainer_loop import FakeService
 from tests.test_trainer_math import row
 from tests.tiny import make_tiny_llama
@@ -96,7 +97,9 @@ def test_disk_publish_is_a_model_and_only_the_newest_stays(
     settings = WeightsConfig(bucket_bytes=100_000)
     publisher = Publisher(service, settings, tmp_path, model)
     publisher.publish(backend, 3, 2)
-    publisher.publish(backend, 4, 3)
+    published = publisher.publish(backend, 4, 3)
+    assert published.bytes == sum(tensor.nbytes for _, tensor in backend.export())
+    assert service.canaries == [(3, 16), (4, 16)]
     folder = tmp_path / "weights" / "v4"
     assert service.published == [(3, str(folder.with_name("v3"))), (4, str(folder))]
     assert [path.name for path in folder.parent.iterdir()] == ["v4"]
@@ -107,23 +110,6 @@ def test_disk_publish_is_a_model_and_only_the_newest_stays(
     assert all(torch.equal(tensor, weights(name)) for name, tensor in backend.export())
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert torch.equal(loaded["model.norm.weight"], weights("model.norm.weight"))
-
-
-def test_tensor_publish_sends_every_weight_once(tmp_path: Path, backend: MegatronBackend, model: Path) -> None:
-    service = FakeService()
-    limit = 200_000
-    Publisher(service, WeightsConfig(transport="tensor", bucket_bytes=limit), tmp_path, model).publish(backend, 1, 1)
-    assert service.published == [(1, None)]
-    received: dict[str, torch.Tensor] = {}
-    for i, blob in enumerate(service.blobs):
-        path = tmp_path / f"{i}.safetensors"
-        path.write_bytes(blob)
-        part = load_file(path)
-        assert len(blob) <= limit or len(part) == 1
-        assert not part.keys() & received.keys()
-        received |= part
-    assert received.keys() == {name for name, _ in backend.export()}
-    assert all(torch.equal(received[name], tensor) for name, tensor in backend.export())
 
 
 def test_buckets_keep_order_and_limit() -> None:
@@ -137,7 +123,7 @@ def test_weights_that_read_back_differently_are_not_published(
     def rotten(tensors: dict[str, torch.Tensor], path: str, about: dict[str, str]) -> None:
         save_file({name: tensor + 1 for name, tensor in tensors.items()}, path, about)
 
-    monkeypatch.setattr("palestra.trainer.publish.save_file", rotten)
+    monkeypatch.setattr("palestra.trainer.weights.disk.save_file", rotten)
     service = FakeService()
     with pytest.raises(TrainerError, match="reads back differently"):
         Publisher(service, WeightsConfig(), tmp_path, model).publish(backend, 1, 1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from palestra.server.publishing.types import Digests, PublishReport, PublishTarget, TargetWorker
 from palestra.server.types import LeaseLost, RenderedRow, TokenSource, TrainingSample, TrajectoryGroup, VersionSpan
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
 from palestra.trainer.loop import Trainer
@@ -46,7 +47,10 @@ class FakeService:
         self.open = False
         """Whether weights were published since the last restore; nothing is played before."""
         self.published: list[tuple[int, str | None]] = []
-        self.blobs: list[bytes] = []
+        self.handles: list[str] = []
+        """Form of each bucket in shared memory."""
+        self.canaries: list[tuple[int, int]] = []
+        """Version and length of each text whose logprobs were compared."""
         self.groups: dict[str, TrajectoryGroup] = {}
         self.state: dict[str, tuple[str, Any]] = {}
         """group id -> ("ready" | "claimed" | "committed" | "discarded", owner or step)."""
@@ -100,14 +104,17 @@ class FakeService:
     def collect(self, oldest_train_step: int) -> None:
         self.collected = oldest_train_step
 
-    def publish_begin(self, version: int, train_step: int) -> None:
+    def publish_target(self) -> PublishTarget:
+        return PublishTarget("embedded", "cpu", (TargetWorker("http://engine", 1),))
+
+    def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
         self.before("publish")
         assert version > self.highest, "versions are never used again"
+        return self.publish_target()
 
-    def publish_bucket(self, blob: bytes) -> None:
-        self.blobs.append(blob)
-
-    def publish_end(self, version: int, path: str | None) -> None:
+    def publish_end(
+        self, version: int, path: str | None, *, digests: Digests | None = None, dtype: str = "float32"
+    ) -> PublishReport:
         if self.engine is not None:
             assert path is not None
             self.engine = MegatronBackend.from_folder(Path(path))
@@ -115,6 +122,33 @@ class FakeService:
         self.open = True
         self.published.append((version, path))
         self.before("published")
+        return PublishReport(train_step=0, still_s=0.1, drain_s=0.0, calls=1, serving=1)
+
+    def publish_canary(self, version: int, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
+        assert len(ids) == len(logprobs) + 1
+        self.canaries.append((version, len(ids)))
+        return {"http://engine": 0.0}
+
+    def publish_hold(self, version: int) -> None:
+        assert version > self.highest
+
+    def publish_handles(self, payloads: Mapping[str, Sequence[str]], load_format: str, *, last: bool) -> None:
+        assert payloads.keys() == {"http://engine"}
+        self.handles.append(load_format)
+
+    def publish_join(
+        self, group: str, address: str, port: int, world_size: int, backend: str, timeout_s: float
+    ) -> dict[str, str]:
+        raise AssertionError("of other transports")
+
+    def publish_announce(self, body: bytes) -> dict[str, str]:
+        raise AssertionError("of other transports")
+
+    def publish_leave(self, group: str) -> PublishTarget:
+        raise AssertionError("of other transports")
+
+    def publish_cancel(self, version: int) -> None:
+        raise AssertionError("of other transports")
 
     def render(self, transcripts: Sequence[Mapping[str, Any]]) -> list[RenderedRow]:
         """Characters as ids; the assistant's are trained."""
@@ -494,5 +528,5 @@ def test_tensor_transport(model: Path, tmp_path: Path) -> None:
     settings = settings_for(model, steps=1, weights=WeightsConfig(transport="tensor"), train=TrainConfig(threads=1))
     run(settings, service, tmp_path)
     assert [version for version, _ in service.published] == [0, 1]
-    assert len(service.blobs) == 2
+    assert service.handles == ["shared_memory"] * 2
     assert not (tmp_path / "weights").exists()

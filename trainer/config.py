@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from palestra.agents.config import GroupsConfig
 from palestra.envs.config import Section
@@ -134,18 +134,38 @@ class WeightsConfig(Section):
     """`[weights]`: how new weights reach the engines."""
 
     table: ClassVar[str] = "weights"
-    not_built: ClassVar[frozenset[str]] = frozenset({"mode", "shared_dir", "local_dir", "t0_s", "delta_encoding"})
+    not_built: ClassVar[frozenset[str]] = frozenset({"t0_s"})
     transport: str = "disk"
-    """`disk`: a Hugging Face folder in the run; `tensor`: safetensors bytes in the body of requests."""
+    """`disk`: a Hugging Face folder that engines read; `tensor`: memory that trainer and engines share on one machine; `distributed`: a
+    broadcast from the trainer to all engines, over nccl between GPUs and gloo otherwise."""
+    mode: Literal["full", "delta"] = "full"
+    """`delta` (disk only): only bytes that changed are written; `palestra engine agent` puts them together on the engines' hosts."""
+    shared_dir: Path | None = None
+    """Where folders and deltas are written; None: `weights` in the run. Engines, or their agents, must see it under the same name."""
+    base_every: int = Field(20, ge=1)
+    """Publishes between full folders where the mode is delta: so many deltas an agent that comes late has to apply at most."""
+    delta_encoding: Literal["overwrite", "xor"] = "overwrite"
+    """How changed bytes are written: as they are now, or as the difference to before, which also undoes."""
+    engine_model: Path | None = None
+    """Folder that engines are started with, where it is not the trained one: block-quantised by `palestra convert`. Weights are quantised as
+    its config.json says before they travel. None: engines run the trained model."""
+    canary: bool = True
+    """Whether the logprobs of a short text are compared between trainer and every engine after each publish."""
     bucket_bytes: int = Field(512 * 2**20, ge=1)
     """Largest piece at a time: of a request's body, or of a file of the folder. A larger tensor goes alone."""
     verify: Literal["checksum", "none"] = "checksum"
     """`checksum`: what was written is read back and compared before an engine is told of it."""
 
+    @model_validator(mode="after")
+    def _fits(self) -> WeightsConfig:
+        if self.mode == "delta" and self.transport != "disk":
+            raise ValueError(f'weights.mode = "delta" needs weights.transport = "disk", not {self.transport!r}')
+        return self
+
     @field_validator("transport")
     @classmethod
     def _transport(cls, value: str) -> str:
-        return str(_only("weights.transport", value, ("disk", "tensor")))
+        return str(_only("weights.transport", value, ("disk", "tensor", "distributed")))
 
 
 class SftConfig(Section):

@@ -17,7 +17,7 @@ from pathlib import Path
 from palestra.server.types import LeaseLost, TrajectoryGroup
 from palestra.trainer.checkpoints import Checkpoint, Checkpoints, Meta, model_fingerprint
 from palestra.trainer.leases import LeaseKeeper
-from palestra.trainer.publish import Publisher
+from palestra.trainer.publish import Publisher, figures
 from palestra.trainer.records import MetricsFile, write_step
 from palestra.trainer.settings import TrainerSettings
 from palestra.trainer.step import StepResult, train_batch
@@ -48,6 +48,7 @@ class Trainer:
         self._metrics = MetricsFile(run_dir)
         self._fingerprint = model_fingerprint(config.model)
         self._step = 0
+        self._published_step = 0
         self._version = 0
         self._optimizer_steps = 0
         self._newest: Checkpoint | None = None
@@ -101,7 +102,7 @@ class Trainer:
         # Version 0 is always the model's own weights, which a restarted engine has again; a warm start makes ours differ.
         self._version = following if sft is None else max(1, following)
         self._save(())
-        self._publisher.publish(self._backend, self._version, 0)
+        self._publish()
         return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -119,7 +120,15 @@ class Trainer:
                 self._trained = set(meta.group_ids)  # they are somewhere in the queue again; see _claim
         # Versions are never used twice; 0 stays the model's own weights.
         self._version = max(1, following, meta.policy_version)
-        self._publisher.publish(self._backend, self._version, self._step)
+        self._publish()
+
+    def _publish(self) -> dict[str, float]:
+        """Gives the engines the present weights; returns what that took, as metrics."""
+        self._say(f"publishes version {self._version}")
+        started = time.monotonic()
+        published = self._publisher.publish(self._backend, self._version, self._step)
+        self._published_step = self._step
+        return {"time/publish_s": time.monotonic() - started, **figures(published)}
 
     def _claim(self) -> list[TrajectoryGroup]:
         """The groups of the next step; fewer where the tasks are exhausted, none where `stop` came first."""
@@ -176,10 +185,9 @@ class Trainer:
                 self._save(tuple(ids))
             self._commit(step, ids, keeper)
         self._service.collect(self._checkpoints.all()[0].meta.train_step)
-        self._say(f"publishes version {self._version}")
-        started = time.monotonic()
-        self._publisher.publish(self._backend, self._version, step)
-        self._record(result, trained_version, {"time/claim_s": claim_s, "time/publish_s": time.monotonic() - started})
+        due = step - self._published_step >= self._config.publish_steps or step == self._config.steps
+        published = self._publish() if due else {"time/publish_s": 0.0}
+        self._record(result, trained_version, {"time/claim_s": claim_s, **published})
 
     def _commit(self, step: int, ids: list[str], keeper: LeaseKeeper) -> None:
         newest = self._newest

@@ -1,110 +1,70 @@
-"""The data half of a publish: new weights for the engines. The service owns the control half and tells the engines when to load.
+"""The data half of a publish: new weights for the engines, by the transport of the run. The service owns the control half.
 
-In: the backend's exported weights. Out: a Hugging Face folder `weights/vN` that engines read (disk), or safetensors bytes that the service
-forwards (tensor). It waits for the service's answers, whose deadlines are the client's.
+In: a backend. Out: engines that serve its weights under a new version, and what that took. It waits for the service's answers, whose
+deadlines are the client's.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
-
 from palestra.trainer.config import WeightsConfig
-from palestra.trainer.durable import folder_aside, remove_unfinished
-from palestra.trainer.types import Backend, RolloutService, TrainerError
-
-Bucket = dict[str, torch.Tensor]
-HEADER = 4096
-"""Bytes left free in a bucket for safetensors' own header, by tensor name."""
+from palestra.trainer.types import Backend, RolloutService
+from palestra.trainer.weights.canary import canary_ids, canary_logprobs
+from palestra.trainer.weights.delta import DeltaCarrier, DeltaFolder
+from palestra.trainer.weights.disk import DiskCarrier, write_folder
+from palestra.trainer.weights.distributed import DistributedCarrier
+from palestra.trainer.weights.handles import TensorCarrier
+from palestra.trainer.weights.types import Carrier, Export, Published
 
 
 class Publisher:
     """Brings the weights of one run to its engines."""
 
     def __init__(self, service: RolloutService, settings: WeightsConfig, run_dir: Path, model: Path) -> None:
-        self._service, self._settings, self._model = service, settings, model
-        self._root = run_dir / "weights"
+        self._service, self._settings = service, settings
+        self._carrier = choose_carrier(service, settings, run_dir, model)
+        self._vocab = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
-    def publish(self, backend: Backend, version: int, train_step: int) -> None:
-        """Makes the backend's present weights the engines' `version`; returns when the service says that it is so.
+    def publish(self, backend: Backend, version: int, train_step: int) -> Published:
+        """Makes the backend's present weights the engines' `version`; returns when the service says that it is so, and that engines
+        compute with them what the backend does.
 
         Raises:
-            TrainerError: the weights could not be written, or what was written reads back differently.
+            TrainerError: the weights could not be written or sent, or what was written reads back differently.
         """
-        if self._settings.transport == "tensor":
-            self._service.publish_begin(version, train_step)
-            for bucket in buckets(backend.export(), self._settings.bucket_bytes):
-                self._service.publish_bucket(save(bucket))
-            self._service.publish_end(version, None)
-            return
-        folder = self._root / f"v{version}"
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            remove_unfinished(self._root)
-            with folder_aside(folder, flush=False) as aside:
-                self._write(backend, aside)
-        except (OSError, SafetensorError) as error:
-            raise TrainerError(f"weights of version {version} could not be written to {folder}: {error}") from error
-        # Engines pause between begin and end, so everything slow comes before.
-        self._service.publish_begin(version, train_step)
-        self._service.publish_end(version, str(folder))
-        self._remove_all_but(version)
-
-    def _write(self, backend: Backend, folder: Path) -> None:
-        where: dict[str, str] = {}
-        total = 0
-        for i, bucket in enumerate(buckets(backend.export(), self._settings.bucket_bytes), start=1):
-            name = f"model-{i:05d}.safetensors"
-            save_file(bucket, str(folder / name), {"format": "pt"})
-            if self._settings.verify == "checksum":
-                _compare(bucket, folder / name)
-            where.update(dict.fromkeys(bucket, name))
-            total += sum(tensor.nbytes for tensor in bucket.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-        _copy_about(self._model, folder)
-
-    def _remove_all_but(self, version: int) -> None:
-        for path in self._root.iterdir():
-            if re.fullmatch(r"v\d+", path.name) and path.name != f"v{version}":
-                shutil.rmtree(path, ignore_errors=True)
+        published = self._carrier.publish(backend.export, version, train_step)
+        if self._settings.canary:
+            ids = canary_ids(self._vocab)
+            self._service.publish_canary(version, ids, canary_logprobs(backend, ids))
+        return published
 
 
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[Bucket]:
-    """Groups tensors so that each group's bytes stay within `limit`; a tensor that is larger goes alone."""
-    held: Bucket = {}
-    size = 0
-    for name, tensor in tensors:
-        weighs = tensor.nbytes + HEADER
-        if held and size + weighs > limit:
-            yield held
-            held, size = {}, 0
-        held[name] = tensor.cpu()
-        size += weighs
-    if held:
-        yield held
+def choose_carrier(service: RolloutService, settings: WeightsConfig, run_dir: Path, model: Path) -> Carrier:
+    """The transport that the configuration asks for."""
+    size, verify = settings.bucket_bytes, settings.verify == "checksum"
+    shared = settings.shared_dir or run_dir / "weights"
+    if settings.transport == "tensor":
+        return TensorCarrier(service, size, verify=verify)
+    if settings.transport == "distributed":
+        return DistributedCarrier(service, size, verify=verify)
+    if settings.mode == "delta":
+
+        def write(export: Export, folder: Path) -> None:
+            write_folder(export, folder, model, size)
+
+        folder = DeltaFolder(shared, write, encoding=settings.delta_encoding, base_every=settings.base_every)
+        return DeltaCarrier(service, folder)
+    return DiskCarrier(service, shared, model, size, verify=verify)
 
 
-def _compare(bucket: Bucket, path: Path) -> None:
-    with safe_open(str(path), framework="pt") as handle:
-        for name, tensor in bucket.items():
-            if not torch.equal(handle.get_tensor(name), tensor):
-                raise TrainerError(f"{path}: {name} reads back differently from what was written")
-
-
-def _copy_about(model: Path, folder: Path) -> None:
-    """Configuration and tokenizer, so that the folder is a model of its own; the dtype is that of the tensors beside it."""
-    for path in model.iterdir():
-        if path.suffix in {".json", ".jinja", ".model", ".txt"} and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, folder / path.name)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = "float32"
-    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+def figures(published: Published) -> dict[str, float]:
+    """What a publish took, as metrics."""
+    megabytes = published.bytes / 1e6
+    return {
+        "weights/bytes/sum": float(published.bytes),
+        "weights/seconds/mean": published.seconds,
+        "weights/mb_per_s/mean": megabytes / max(published.seconds, 1e-9),
+        "weights/requests/count": float(published.requests),
+    }

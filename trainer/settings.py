@@ -29,6 +29,8 @@ class TrainerSettings:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     save_every: int = 10
     """Steps between checkpoints; the last step always has one."""
+    publish_steps: int = 1
+    """Steps between publishes; the last step always makes one."""
     keep_checkpoints: int = 2
     wait_s: float = 1800.0
     """Longest wait for groups, seconds."""

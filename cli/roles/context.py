@@ -65,9 +65,10 @@ class RoleContext:
         """The run's admin token."""
         return (self.folder / "roles" / "admin.token").read_text().strip()
 
-    def announce(self, url: str) -> None:
-        """Tells the others where this role is."""
-        write_atomically(self.folder / "roles" / f"{self.name}.json", json.dumps({"url": url, "pid": os.getpid()}))
+    def announce(self, url: str, **more: Any) -> None:
+        """Tells the others where this role is, and what else they have to know of it."""
+        said = {"url": url, "pid": os.getpid(), **more}
+        write_atomically(self.folder / "roles" / f"{self.name}.json", json.dumps(said))
 
     def peer(self, name: str) -> str:
         """The URL of another role.
@@ -75,9 +76,18 @@ class RoleContext:
         Raises:
             ConfigError: it has not announced itself.
         """
+        return str(self.announced(name)["url"])
+
+    def announced(self, name: str) -> dict[str, Any]:
+        """All that another role said of itself: url, pid, and what `announce` was given beside them.
+
+        Raises:
+            ConfigError: it has not announced itself.
+        """
         try:
-            return str(json.loads((self.folder / "roles" / f"{name}.json").read_text())["url"])
-        except (OSError, ValueError, KeyError) as error:
+            said: dict[str, Any] = json.loads((self.folder / "roles" / f"{name}.json").read_text())
+            return {**said, "url": str(said["url"])}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"role {name} of {self.folder} has not announced itself: {error}") from None
 
 

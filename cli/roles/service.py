@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from pathlib import Path
 
-from palestra.cli.config import RunConfig, ServeConfig
+from palestra.cli.config import ConfigError, RunConfig, ServeConfig
 from palestra.cli.launch.local import LISTENERS
 from palestra.cli.roles.context import RoleContext
 from palestra.envs.tasks import read_tasks, task_to_json
@@ -16,6 +17,7 @@ from palestra.server.listen import bind, url_of
 from palestra.server.plan.plan import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
+from palestra.server.workers.types import EnginePlace
 
 NEVER = 1 << 40
 """Train steps that no run comes to: the bound of a service that drops nothing for its age."""
@@ -52,6 +54,28 @@ def base_url(context: RoleContext, model: socket.socket, control: socket.socket)
     return "" if model is control else url_of(model)
 
 
+def engine_place(context: RoleContext) -> EnginePlace:
+    """Where the engine role says that its engines are.
+
+    Raises:
+        ConfigError: the agents' token cannot be read.
+    """
+    said = context.announced("engine")
+    file = context.run.rollout.agent_token_file
+    try:
+        token = None if file is None else Path(file).expanduser().read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"rollout.agent_token_file: {file} cannot be read: {error.strerror}") from None
+    return EnginePlace(
+        url=said["url"],
+        workers=tuple(said.get("workers", ())),
+        router=bool(said.get("router", False)),
+        kind=said.get("kind", "embedded"),
+        agents=dict(said.get("agents", {})),
+        agent_token=token,
+    )
+
+
 def settings_of(context: RoleContext) -> ServiceSettings:
     """The service's settings from the run's configuration."""
     return _of_training(context, context.run) if isinstance(context.run, RunConfig) else _alone(context, context.run)
@@ -63,13 +87,14 @@ def _of_training(context: RoleContext, config: RunConfig) -> ServiceSettings:
     tasks = None if config.env.tasks is None else [task_to_json(task) for task in read_tasks(config.env.tasks)]
     return ServiceSettings(
         store=context.folder / "store",
-        engine_url=context.peer("engine"),
+        engine=engine_place(context),
+        routed_experts=context.run.rollout.routed_experts,
         model=config.model.path,
         limits=SessionLimits(algo.max_turns, algo.max_response, window, algo.temperature),
         plan=PlanSettings(
             groups_per_step=algo.groups_per_step,
             group_size=algo.group_size,
-            staleness=config.schedule.staleness,
+            staleness=config.schedule.staleness(algo.updates_per_batch),
             last_step=config.run.steps,
             drop_zero_variance=algo.drop_zero_variance,
             retries=rollout.retries,
@@ -89,7 +114,8 @@ def _alone(context: RoleContext, config: ServeConfig) -> ServiceSettings:
     key = (context.folder / "roles" / "agent.key").read_text().strip() if serve.agent_key else None
     return ServiceSettings(
         store=context.folder / "store",
-        engine_url=context.peer("engine"),
+        engine=engine_place(context),
+        routed_experts=context.run.rollout.routed_experts,
         model=config.model.path,
         limits=SessionLimits(
             max_turns=serve.max_turns,

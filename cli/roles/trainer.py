@@ -57,6 +57,7 @@ def settings_of(context: RoleContext) -> TrainerSettings:
         weights=config.weights,
         sft=config.sft,
         megatron=config.megatron,
+        publish_steps=config.schedule.publish_steps(config.algo.updates_per_batch),
         save_every=config.run.save_every,
         keep_checkpoints=config.run.keep_checkpoints,
         wait_s=config.schedule.deadline_s,

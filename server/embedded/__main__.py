@@ -22,6 +22,7 @@ HELP = {
     "page_size": "tokens per page of the prefix store",
     "max_total_tokens": "bound on the tokens of running requests, and on those of the prefix store; 0: 1 GiB",
     "chunk_size": "prompt tokens read per step",
+    "update_timeout_s": "seconds to wait for the other ranks of a weight group",
     "allow_forced_ids": "test option: requests may carry forced_ids",
 }
 

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
-import orjson
 from fastapi import FastAPI
 from fastapi.requests import Request
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import ValidationError
 
 from palestra.server.embedded import wire
+from palestra.server.embedded.answers import Handler, answer, read, refuse
+from palestra.server.embedded.app_weights import WeightPaths
 from palestra.server.embedded.engine import Engine
-from palestra.server.embedded.metrics import exposition
+from palestra.server.embedded.metrics import exposition, loads, server_info
 from palestra.server.embedded.model import end_ids
 from palestra.server.embedded.types import EmbeddedError, EngineOptions, GenerateCall, GenerateResult, RequestRefused
+from palestra.server.embedded.updates import Updates
 
-Body = TypeVar("Body", bound=wire.Wire)
 CLIENT_GONE = 499
 
 
@@ -32,27 +30,28 @@ class Api:
 
     def __init__(self, engine: Engine, options: EngineOptions) -> None:
         self._engine, self._options = engine, options
-        self._model_path = options.model_path
         self._end_ids = end_ids(options.model_path)
+        self.updates = Updates(engine, options.update_timeout_s)
+        self._weights = WeightPaths(engine, self.updates, options.model_path)
 
     def app(self) -> FastAPI:
         """The application with all paths."""
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        app.add_exception_handler(EmbeddedError, _refuse)
-        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        app.add_exception_handler(EmbeddedError, refuse)
+        posts: dict[str, Handler] = {
             "/generate": self.generate,
             "/abort_request": self.abort,
             "/pause_generation": self.pause,
             "/continue_generation": self.resume,
             "/flush_cache": self.flush,
-            "/begin_weight_update": self.begin_update,
-            "/update_weights_from_disk": self.update_from_disk,
-            "/update_weights_from_tensor": self.update_from_tensor,
-            "/end_weight_update": self.end_update,
+            **self._weights.posts(),
         }
-        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        gets: dict[str, Handler] = {
             "/health": self.health,
             "/model_info": self.model_info,
+            "/server_info": self.server_info,
+            "/v1/loads": self.loads,
+            "/weights_checker": self._weights.check,
             "/metrics": self.metrics,
         }
         for method, paths in (("POST", posts), ("GET", gets)):
@@ -63,7 +62,7 @@ class Api:
     async def generate(self, request: Request) -> Response:
         """POST /generate."""
         started = time.perf_counter()
-        body = await _read(request, wire.GenerateBody)
+        body = await read(request, wire.GenerateBody)
         core = self._engine.core
         call = wire.to_call(
             body,
@@ -80,7 +79,7 @@ class Api:
         if result is None:
             return Response(status_code=CLIENT_GONE)
         seconds = time.perf_counter() - started
-        return _json(wire.to_answer(call, result, core.version, seconds, logprobs=body.return_logprob))
+        return answer(wire.to_answer(call, result, core.version, seconds, logprobs=body.return_logprob))
 
     async def _unless_gone(self, request: Request, call: GenerateCall) -> GenerateResult | None:
         """The result, or None where the client closed its connection first."""
@@ -95,70 +94,42 @@ class Api:
 
     async def abort(self, request: Request) -> Response:
         """POST /abort_request: 200 also where nothing of that rid is under way, since it may just have ended."""
-        body = await _read(request, wire.AbortBody)
+        body = await read(request, wire.AbortBody)
         if not body.abort_all and not body.rid:
             raise RequestRefused("rid or abort_all is needed")
-        return _json({"success": True, "aborted": await self._engine.abort(None if body.abort_all else body.rid)})
+        return answer({"success": True, "aborted": await self._engine.abort(None if body.abort_all else body.rid)})
 
     async def pause(self, request: Request) -> Response:
         """POST /pause_generation."""
-        body = await _read(request, wire.PauseBody)
+        body = await read(request, wire.PauseBody)
         await self._engine.pause(body.mode)
-        return _json({"status": "ok", "message": f"paused ({body.mode})"})
+        return answer({"status": "ok", "message": f"paused ({body.mode})"})
 
     async def resume(self, request: Request) -> Response:
         """POST /continue_generation."""
-        await _read(request, wire.EmptyBody)
+        await read(request, wire.EmptyBody)
         await self._engine.resume()
-        return _json({"status": "ok", "message": "continued"})
+        return answer({"status": "ok", "message": "continued"})
 
     async def flush(self, request: Request) -> Response:
         """POST /flush_cache."""
-        await _read(request, wire.EmptyBody)
+        await read(request, wire.EmptyBody)
         await self._engine.flush()
-        return _json({"success": True, "message": "prefix store emptied"})
-
-    async def begin_update(self, request: Request) -> Response:
-        """POST /begin_weight_update."""
-        await _read(request, wire.VersionBody)
-        await self._engine.begin_update()
-        return _json({"success": True, "message": "update begun"})
-
-    async def update_from_disk(self, request: Request) -> Response:
-        """POST /update_weights_from_disk."""
-        body = await _read(request, wire.DiskBody)
-        if await self._engine.update_from_folder(body.model_path, body.weight_version):
-            self._model_path = body.model_path
-        return self._updated()
-
-    async def update_from_tensor(self, request: Request) -> Response:
-        """POST /update_weights_from_tensor."""
-        body = await _read(request, wire.TensorBody)
-        await self._engine.update_from_blobs(body.serialized_named_tensors, body.weight_version)
-        return self._updated()
-
-    async def end_update(self, request: Request) -> Response:
-        """POST /end_weight_update."""
-        body = await _read(request, wire.VersionBody)
-        await self._engine.end_update(body.weight_version)
-        return self._updated()
-
-    def _updated(self) -> Response:
-        return _json({"success": True, "message": "ok", "weight_version": self._engine.core.version})
+        return answer({"success": True, "message": "prefix store emptied"})
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the loop lives."""
         fault = self._engine.fault
         if fault is not None:
-            return _json({"status": "dead", "cause": f"{type(fault).__name__}: {fault}"}, 503)
-        return _json({"status": "ok"})
+            return answer({"status": "dead", "cause": f"{type(fault).__name__}: {fault}"}, 503)
+        return answer({"status": "ok"})
 
     async def model_info(self, request: Request) -> Response:
         """GET /model_info."""
         core, options = self._engine.core, self._options
-        return _json(
+        return answer(
             {
-                "model_path": self._model_path,
+                "model_path": self._weights.model_path,
                 "is_generation": True,
                 "weight_version": core.version,
                 "vocab_size": core.model.vocab_size,
@@ -170,29 +141,20 @@ class Api:
             }
         )
 
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info."""
+        return answer(server_info(self._engine, self._options))
+
+    async def loads(self, request: Request) -> Response:
+        """GET /v1/loads."""
+        return answer(loads(self._engine, self._options))
+
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
         return PlainTextResponse(exposition(self._engine), media_type="text/plain; version=0.0.4")
-
-
-async def _read(request: Request, kind: type[Body]) -> Body:
-    raw = await request.body()
-    try:
-        return kind.model_validate_json(raw or b"{}")
-    except ValidationError as fault:
-        raise RequestRefused(wire.explain(fault)) from fault
 
 
 async def _disconnected(request: Request) -> None:
     """Ends when the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _refuse(_: Request, fault: Exception) -> Response:
-    status = fault.status if isinstance(fault, EmbeddedError) else EmbeddedError.status
-    return _json({"success": False, "message": str(fault), "error": {"message": str(fault)}}, status)
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status, media_type="application/json")

@@ -23,7 +23,7 @@ from palestra.server.embedded.jobs import Job
 from palestra.server.embedded.model import SlotModel, load_model
 from palestra.server.embedded.prefixes import PrefixStore
 from palestra.server.embedded.sampling import draw
-from palestra.server.embedded.scheduler import Scheduler
+from palestra.server.embedded.scheduler import Piece, Scheduler
 from palestra.server.embedded.stops import StopWatch, Texts
 from palestra.server.embedded.types import EngineOptions, GenerateCall, GenerateResult
 from palestra.server.embedded.weights import WeightViews
@@ -73,21 +73,44 @@ class Core:
         if not pieces:
             return []
         logits = self.model.read(pieces, self.scheduler.space, len(self.scheduler.running))
-        for piece in pieces:
-            self.scheduler.filled(piece)
-        ready = [piece.job for piece in pieces if piece.last]
-        if not ready:
-            return []
-        drawn = draw(logits, [job.wish() for job in ready])
-        finished = []
-        for job, token, logprob, top in zip(ready, drawn.ids, drawn.logprobs, drawn.tops, strict=True):
+        logits, ready = self._score(pieces, logits)
+        for job in ready:
             if not job.sampled:
                 self.prompted += len(job.call.prompt)
                 self.cached += job.cached or 0
+        # Those that only wanted their prompt read are at their end before anything is drawn.
+        drawing = [job for job in ready if job.call.max_new_tokens]
+        finished = []
+        for job in ready:
+            if not job.call.max_new_tokens:
+                job.versions = [(self.version, 0, 0)]
+                finished.append(self.finish(job, {"type": "length", "length": 0}))
+        if not drawing:
+            return finished
+        rows = [row for row, job in enumerate(ready) if job.call.max_new_tokens]
+        drawn = draw(logits if len(rows) == len(ready) else logits[rows], [job.wish() for job in drawing])
+        for job, token, logprob, top in zip(drawing, drawn.ids, drawn.logprobs, drawn.tops, strict=True):
             if reason := job.append(token, logprob, self.version, top):
                 finished.append(self.finish(job, reason))
-        self.generated += len(ready)
+        self.generated += len(drawing)
         return finished
+
+    def _score(self, pieces: list[Piece], logits: torch.Tensor) -> tuple[torch.Tensor, list[Job]]:
+        """Takes note of what was read. Returns the logits that are drawn from, and whose they are."""
+        drawn, at = [], 0
+        for piece in pieces:
+            job, places = piece.job, piece.scores
+            if places:
+                rows = logits[at : at + len(places)].float().log_softmax(-1)
+                ids = torch.tensor(job.tokens[places.start + 1 : places.stop + 1])
+                job.scored += rows.gather(-1, ids[:, None])[:, 0].tolist()
+                at += len(places)
+            if piece.last:
+                drawn.append(at)
+                at += 1
+            self.scheduler.filled(piece)
+        ready = [piece.job for piece in pieces if piece.last]
+        return logits if len(drawn) == len(logits) else logits[drawn], ready
 
     @torch.inference_mode()
     def finish(self, job: Job, reason: dict[str, Any]) -> Finished:

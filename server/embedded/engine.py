@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,7 @@ import torch
 
 from palestra.server.embedded.core import Core, Finished
 from palestra.server.embedded.jobs import Job
-from palestra.server.embedded.types import EngineDied, GenerateCall, GenerateResult, RequestRefused, WeightsRefused
-from palestra.server.embedded.weights import read_blobs, read_folder
+from palestra.server.embedded.types import EngineDied, GenerateCall, GenerateResult, RequestRefused
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -37,8 +35,6 @@ class Engine:
         self.core = core
         self.fault: BaseException | None = None
         self.paused = False
-        self._staged: dict[str, torch.Tensor] | None = None
-        self._staged_version: str | None = None
         self._inbox: deque[Job] = deque()
         self._gone: deque[Job] = deque()
         self._waiting: dict[str, tuple[Job, asyncio.Future[GenerateResult]]] = {}
@@ -59,16 +55,21 @@ class Engine:
         """Requests that wait for a place in it."""
         return len(self.core.scheduler.queue) + len(self._inbox)
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the requests in the batch."""
+        return sum(len(job.tokens) for job in self.core.scheduler.running)
+
     async def run(self) -> None:
         """Generates until cancelled. A fault ends it: `fault` is set, and every waiting call is told."""
         try:
             while True:
                 await self._wake.wait()
-                async with self._between_steps():
+                async with self.between_steps():
                     if self.paused or not (self.running or self.queued):
                         self._wake.clear()
                     else:
-                        self._deliver(await self._in_thread(self.core.step))
+                        self._deliver(await self.in_thread(self.core.step))
         except asyncio.CancelledError:
             self._die(EngineDied("the engine is shutting down"))
             raise
@@ -105,7 +106,7 @@ class Engine:
 
     async def abort(self, rid: str | None) -> int:
         """Ends one request, or all (None): each answers with what it has. Returns how many."""
-        async with self._between_steps():
+        async with self.between_steps():
             return self._abort(lambda job: rid is None or job.call.rid == rid)
 
     async def pause(self, mode: str) -> None:
@@ -116,83 +117,31 @@ class Engine:
         """
         if mode not in PAUSE_MODES:
             raise RequestRefused(f"mode {mode!r} is not one of {', '.join(PAUSE_MODES)}")
-        async with self._between_steps():
+        async with self.between_steps():
             self.paused = True
             if mode == "abort":
                 self._abort(lambda job: True)
             elif mode == "retract":
-                await self._in_thread(self.core.retract_all)
+                await self.in_thread(self.core.retract_all)
 
     async def resume(self) -> None:
         """Goes on after a pause; without one it does nothing."""
-        async with self._between_steps():
+        async with self.between_steps():
             self.paused = False
             self._wake.set()
 
     async def flush(self) -> None:
         """Empties the prefix store. Running requests keep what they have."""
-        async with self._between_steps():
+        async with self.between_steps():
             self.core.scheduler.store.clear()
 
-    async def begin_update(self) -> None:
-        """Opens an update: what comes until `end_update` is put in at once by it. An update that was left open is forgotten."""
-        async with self._between_steps():
-            self._staged, self._staged_version = {}, None
-
-    async def update_from_folder(self, folder: str, version: str | None) -> bool:
-        """All weights from a Hugging Face folder, at once (True) or, within an open update, at its end (False).
-
-        Raises:
-            WeightsRefused: they cannot be read or do not fit; nothing was changed.
-        """
-        return await self._update(functools.partial(read_folder, folder), version, complete=True)
-
-    async def update_from_blobs(self, blobs: list[str], version: str | None) -> None:
-        """Some weights by value: collected within an open update, otherwise put in at once.
-
-        Raises:
-            WeightsRefused: they cannot be read or do not fit; nothing was changed.
-        """
-        await self._update(functools.partial(read_blobs, blobs), version, complete=False)
-
-    async def end_update(self, version: str | None) -> None:
-        """Puts in what was collected.
-
-        Raises:
-            WeightsRefused: no update is open, or it is not complete; nothing was changed, and the update is closed.
-        """
-        async with self._between_steps():
-            staged, self._staged = self._staged, None
-            if staged is None:
-                raise WeightsRefused("no weight update was begun")
-            await self._load(staged, version or self._staged_version, complete=True)
-
-    async def _update(
-        self, read: Callable[[], dict[str, torch.Tensor]], version: str | None, *, complete: bool
-    ) -> bool:
-        async with self._between_steps():
-            tensors = await self._in_thread(read)
-            if self._staged is None:
-                await self._load(tensors, version, complete=complete)
-                return True
-            self._staged.update(tensors)
-            self._staged_version = version or self._staged_version
-            return False
-
-    async def _load(self, tensors: dict[str, torch.Tensor], version: str | None, *, complete: bool) -> None:
-        """Without a pause, running requests are retracted first: frozen ones keep their cache on the caller's wish only."""
-        if not version:
-            raise WeightsRefused("weight_version is missing: tokens of old and new weights could not be told apart")
-        await self._in_thread(self.core.views.check, tensors, complete=complete)
-        if not self.paused:
-            await self._in_thread(self.core.retract_all)
-        started = time.perf_counter()
-        await self._in_thread(self.core.load, tensors, version)
-        log.info("weights %s put in within %.3f s", self.core.version, time.perf_counter() - started)
-
     @asynccontextmanager
-    async def _between_steps(self) -> AsyncIterator[None]:
-        """No step runs inside; what arrived and what is gone has been taken into account."""
+    async def between_steps(self) -> AsyncIterator[None]:
+        """No step runs inside; what arrived and what is gone has been taken into account. To be held for short: generation stands.
+
+        Raises:
+            EngineDied: the loop has died.
+        """
         async with self._lock:
             self._check_alive()
             while self._inbox:
@@ -229,7 +178,7 @@ class Engine:
     def _obituary(self) -> str:
         return f"the generation loop has died: {type(self.fault).__name__}: {self.fault}"
 
-    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs torch's work off the event loop. A cancelled caller still waits for it: the core is never used by two."""
         work = asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(function, *args, **kwargs))
         try:

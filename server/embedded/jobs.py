@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,13 @@ class Job:
     """Prompt tokens found in the prefix store when it first ran."""
     names: list[bytes] = field(default_factory=list)
     """Names of its whole pages, as far as they were needed."""
+    scored: list[float] = field(default_factory=list)
+    """Logprobs of the prompt's ids after `input_from`, as far as they were read."""
+    arrived: float = field(default_factory=time.perf_counter)
+    """When it came, seconds of `time.perf_counter`."""
+    started: float | None = None
+    """When it first ran."""
+    retractions: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.call.prompt)
@@ -51,6 +59,19 @@ class Job:
     def sampled(self) -> int:
         """Number of ids after the prompt."""
         return len(self.tokens) - len(self.call.prompt)
+
+    @property
+    def unscored(self) -> int:
+        """The first place of the prompt whose id has no logprob yet but shall get one; behind the prompt's end where there is none."""
+        start, end = self.call.input_from, len(self.call.prompt)
+        return end if start < 0 else min(start + 1 + len(self.scored), end)
+
+    def started_running(self) -> None:
+        """Has a slot. A prompt that was scored in part is scored anew: pieces of it may have been read with older weights."""
+        if self.started is None:
+            self.started = time.perf_counter()
+        if self.unscored < len(self.call.prompt):
+            self.scored.clear()
 
     def wish(self) -> Wish:
         """How its next token is drawn."""
@@ -85,6 +106,7 @@ class Job:
 
     def result(self, reason: dict[str, Any], experts: NDArray[np.int16] | None = None) -> GenerateResult:
         """What is answered."""
+        whole = self.call.input_from >= 0 and self.unscored == len(self.call.prompt)
         return GenerateResult(
             token_ids=tuple(self.completion),
             logprobs=tuple(self.logprobs),
@@ -93,4 +115,7 @@ class Job:
             cached_tokens=self.cached or 0,
             experts=experts,
             top_logprobs=tuple(self.tops),
+            input_logprobs=tuple(self.scored) if whole else None,
+            queue_s=(self.started or time.perf_counter()) - self.arrived,
+            retractions=self.retractions,
         )

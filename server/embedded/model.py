@@ -37,21 +37,22 @@ class SlotModel:
         self.shape = CacheShape(self.layers, config.num_key_value_heads, head_dim, model.dtype, top_k)
 
     def read(self, pieces: Sequence[Piece], space: Workspace, used: int) -> torch.Tensor:
-        """Sends the pieces through the model, filling their slots. Returns [rows, vocabulary] logits of the pieces that
-        are the last of their job, in order."""
+        """Sends the pieces through the model, filling their slots. Returns [rows, vocabulary] logits: piece by piece those after the
+        places that it scores, then the one after its end if it is the last of its job."""
         space.reserve(max(piece.start + piece.count for piece in pieces), used)
         plan = make_plan(pieces, space, used, self.groups)
         ids = [token for p in pieces for token in p.job.tokens[p.start : p.start + p.count]]
-        ends, at = [], 0
+        kept, at = [], 0
         for piece in pieces:
+            kept += [at + place - piece.start for place in piece.scores]
             at += piece.count
             if piece.last:
-                ends.append(at - 1)
+                kept.append(at - 1)
         out = self.module(
             input_ids=torch.tensor([ids]),
             position_ids=plan.positions[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(ends, dtype=torch.long),
+            logits_to_keep=torch.tensor(kept, dtype=torch.long),
             plan=plan,
         )
         if space.experts is not None:

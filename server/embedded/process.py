@@ -39,16 +39,20 @@ async def _serve(core: Core, options: EngineOptions, listener: socket.socket, on
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(engine.run())
     host, port = listener.getsockname()[:2]
-    config = uvicorn.Config(
-        Api(engine, options).app(), access_log=False, log_level="warning", timeout_graceful_shutdown=GRACE_S
-    )
+    api = Api(engine, options)
+    config = uvicorn.Config(api.app(), access_log=False, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+
+    def stop() -> None:
+        work.cancel()
+        api.updates.close()
+
     server = ReadyServer(
         config,
         ready=lambda: on_ready(f"http://{host}:{port}"),
-        stop=lambda: loop.call_soon_threadsafe(work.cancel),
+        stop=lambda: loop.call_soon_threadsafe(stop),
     )
     try:
         await server.serve(sockets=[listener])
     finally:
-        work.cancel()
+        stop()
         await asyncio.wait({work})

@@ -31,6 +31,12 @@ class Piece:
         """The job's next token can be drawn after it."""
         return self.start + self.count == len(self.job.tokens)
 
+    @property
+    def scores(self) -> range:
+        """Places of the piece after which ids of the prompt stand whose logprobs are wanted."""
+        end = min(self.start + self.count, len(self.job.call.prompt) - 1)
+        return range(max(self.job.unscored - 1, self.start), end)
+
 
 class Scheduler:
     """`running[i]` holds slot i of the workspace."""
@@ -73,6 +79,7 @@ class Scheduler:
         """Takes a running job's slot; it reads everything again when its turn comes."""
         self.release(job)
         job.filled = 0
+        job.retractions += 1
         self.add(job)
 
     def release(self, job: Job) -> None:
@@ -107,7 +114,7 @@ class Scheduler:
                 break
             self.store.extend_names(job.names, job.tokens, job.call.extra_key)
             # The last token is always read, so that there are logits to draw from.
-            names = job.names[: (len(job.tokens) - 1) // self.store.page_size]
+            names = job.names[: self._takes(job) // self.store.page_size]
             known = self.store.match(names)
             if known < len(names) and names[known] in reading:
                 continue
@@ -115,8 +122,14 @@ class Scheduler:
             room -= len(job.tokens)
             reading.update(names[known:])
 
+    def _takes(self, job: Job) -> int:
+        """How many leading tokens it may take from the store: prompt ids whose logprobs are wanted have to be read again."""
+        start = job.call.input_from
+        return len(job.tokens) - 1 if job.unscored == len(job.call.prompt) else min(start, len(job.tokens) - 1)
+
     def _start(self, job: Job, names: list[bytes]) -> None:
         self.queue.remove(job)
+        job.started_running()
         slot = len(self.running)
         self.space.reserve(len(job.tokens) + 1, slot)
         self.store.load(names, self.space, slot)

@@ -69,6 +69,8 @@ class EngineOptions:
     """Prompt tokens that one step reads at most, so that running requests go on while a long prompt is read."""
     allow_forced_ids: bool = False
     """Test option: requests may carry `forced_ids`."""
+    update_timeout_s: int = 120
+    """How long new weights that are broadcast are waited for, seconds: for the group to be complete, and for each broadcast."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -78,6 +80,7 @@ class EngineOptions:
             ("page_size", 1),
             ("chunk_size", 2),
             ("context_length", 0),
+            ("update_timeout_s", 1),
             ("port", 0),
         ):
             if getattr(self, name) < least:
@@ -117,7 +120,7 @@ class GenerateCall:
     temperature: float
     """0 is greedy; logprobs are then those of temperature 1."""
     max_new_tokens: int
-    """Already cut to what the context window leaves."""
+    """Already cut to what the context window leaves; 0: only the prompt is read."""
     stop_ids: frozenset[int]
     seed: int
     """A token's draw depends on the seed and the token's position only, so a resumed request draws what it would have drawn."""
@@ -132,6 +135,8 @@ class GenerateCall:
     """Likeliest tokens to report at every place."""
     shaping: Shaping | None = None
     """None: drawn from the model's own distribution at the temperature."""
+    input_from: int = -1
+    """Logprobs of the prompt's ids after this place are reported; -1: of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +157,23 @@ class GenerateResult:
     """[prompt + completion - 1, layers, top-k]; -1 in layers without experts. Where the request asked for it."""
     top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
     """Per id (logprob, id) of the likeliest tokens, best first, of the distribution of `logprobs`. Where the request asked for it."""
+    input_logprobs: tuple[float, ...] | None = None
+    """log softmax(logits) of the prompt's ids after place `input_from`, without any temperature, as in SGLang. None where none were asked
+    for, or the prompt was not read to its end."""
+    queue_s: float = 0.0
+    """From the request's arrival until it first ran, seconds."""
+    retractions: int = 0
+    """How often it was put back into the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """One tensor of an update, before its numbers are there."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """As torch spells it: float32, bfloat16, float16."""
+    shape: tuple[int, ...]
+    offset: int = 0
+    """Where it begins in a buffer that holds several, bytes."""

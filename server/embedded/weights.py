@@ -1,4 +1,4 @@
-"""New weights: from a folder or from buckets into the running model, checked first, then all or nothing.
+"""New weights: tensors into the running model, checked first, then all or nothing; and what the weights in force are.
 
 In: tensors under their Hugging Face names. Out: the model's parameters, overwritten in place. Waits for the disk.
 
@@ -8,17 +8,17 @@ Face name is mapped to a view into the parameter that holds it.
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
-from palestra.server.embedded.types import ModelRefused, WeightsRefused
+from palestra.server.embedded.buckets import FLOATS
+from palestra.server.embedded.types import ModelRefused, TensorSlot, WeightsRefused
 
 SHOWN = 5
 
@@ -42,6 +42,35 @@ class WeightViews:
             raise ModelRefused(
                 f"{folder}: this architecture cannot be updated later, {_some(unknown)} are not its parameters"
             )
+
+    def expect(self, slots: Sequence[TensorSlot]) -> None:
+        """Whether tensors of such names, types and shapes can be put in: asked before their numbers travel.
+
+        Raises:
+            WeightsRefused: unknown names or types, one name twice, other shapes.
+        """
+        if unknown := sorted({slot.name for slot in slots} - set(self._views)):
+            raise WeightsRefused(f"unknown tensors: {_some(unknown)}")
+        if len({slot.name for slot in slots}) < len(slots):
+            raise WeightsRefused("a tensor is named twice")
+        for slot in slots:
+            if slot.dtype not in FLOATS:
+                raise WeightsRefused(f"{slot.name}: dtype {slot.dtype!r} is not one of {', '.join(FLOATS)}")
+            if slot.shape != tuple(self._views[slot.name].shape):
+                raise WeightsRefused(
+                    f"{slot.name} has shape {list(slot.shape)}, the model {list(self._views[slot.name].shape)}"
+                )
+
+    def checksums(self, skip: Sequence[str] = ()) -> tuple[dict[str, str], dict[str, list[int]]]:
+        """Name -> the first 16 hexadecimal digits of sha256 over the tensor's bytes as the model keeps them, and name -> shape. Names that
+        contain one of `skip` are left out."""
+        sums: dict[str, str] = {}
+        for name, view in self._views.items():
+            if not any(part in name for part in skip):
+                home = self._home[name]
+                known = sums.get(home) if home != name else None
+                sums[name] = known or digest(view)
+        return sums, {name: list(self._views[name].shape) for name in sums}
 
     def check(self, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
         """Whether they can be put in. `complete`: all parameters must be given.
@@ -91,19 +120,10 @@ def read_folder(folder: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_blobs(blobs: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of base64 encoded safetensors blobs.
-
-    Raises:
-        WeightsRefused: one is damaged.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    try:
-        for blob in blobs:
-            tensors.update(load(base64.b64decode(blob, validate=True)))
-    except (binascii.Error, SafetensorError) as fault:
-        raise WeightsRefused(f"serialized_named_tensors is no base64 of a safetensors blob: {fault}") from fault
-    return tensors
+def digest(tensor: torch.Tensor) -> str:
+    """As SGLang's CPU engines have it: 16 hexadecimal digits of sha256 over the raw bytes."""
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return hashlib.sha256(raw).hexdigest()[:16]
 
 
 def _expert_views(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,7 +26,10 @@ FIXED = {
     for name in (
         "n",
         "stream",
-        "logprob_start_len",
+        "is_async",
+        "keep_pause",
+        "action",
+        "selector",
         "return_text_in_logprobs",
         "abort_all_requests",
         "load_format",
@@ -45,7 +48,7 @@ class SamplingBody(Wire):
     """`sampling_params`, with SGLang's bounds. `n` has one allowed value and is there because clients send it."""
 
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    max_new_tokens: int = Field(default=DEFAULT_NEW_TOKENS, ge=1)
+    max_new_tokens: int = Field(default=DEFAULT_NEW_TOKENS, ge=0)
     min_new_tokens: int = Field(default=0, ge=0)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=MAX_STOPS)
     stop_token_ids: list[int] = Field(default_factory=list)
@@ -92,7 +95,8 @@ class GenerateBody(Wire):
     rid: str = ""
     sampling_params: SamplingBody = Field(default_factory=SamplingBody)
     return_logprob: bool = False
-    logprob_start_len: Literal[-1] = -1
+    logprob_start_len: int = Field(default=-1, ge=-1)
+    """Logprobs of the prompt from this place on, with `return_logprob`; the first of them is always null."""
     top_logprobs_num: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Reported with `return_logprob` only, as SGLang has it."""
     return_text_in_logprobs: Literal[False] = False
@@ -116,35 +120,11 @@ class PauseBody(Wire):
     mode: str = "abort"
 
 
-class DiskBody(Wire):
-    """POST /update_weights_from_disk. `flush_cache` may be anything: the cache of old weights is never used again."""
-
-    model_path: str
-    weight_version: str | None = None
-    load_format: Literal["auto", "safetensors"] | None = None
-    flush_cache: bool = True
-    abort_all_requests: Literal[False] = False
-
-
-class TensorBody(Wire):
-    """POST /update_weights_from_tensor."""
-
-    serialized_named_tensors: list[str]
-    load_format: Literal["safetensors"]
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: Literal[False] = False
-
-
-class VersionBody(Wire):
-    """POST /begin_weight_update, POST /end_weight_update."""
-
-    weight_version: str | None = None
-    flush_cache: bool = True
-
-
 class EmptyBody(Wire):
     """POST /continue_generation, POST /flush_cache."""
+
+    torch_empty_cache: bool = True
+    """SGLang's; there is nothing to empty here."""
 
 
 def explain(fault: ValidationError) -> str:
@@ -176,6 +156,13 @@ def to_call(
             f"the prompt has {len(prompt)} tokens, but the context window of {context_length} leaves room for a completion only "
             f"after at most {context_length - 1}"
         )
+    if body.return_logprob and body.logprob_start_len > len(prompt):
+        raise RequestRefused(f"logprob_start_len {body.logprob_start_len} is beyond the prompt's {len(prompt)} tokens")
+    scored = body.return_logprob and 0 <= body.logprob_start_len < len(prompt)
+    if scored and body.top_logprobs_num:
+        raise RequestRefused(
+            "top_logprobs_num with logprob_start_len: alternatives of the prompt's tokens are not built"
+        )
     if body.forced_ids and not allow_forced:
         raise RequestRefused("forced_ids is a test option: start the engine with --allow-forced-ids")
     stop_ids = end_ids | frozenset(params.stop_token_ids)
@@ -193,6 +180,7 @@ def to_call(
         stop=tuple(params.stop),
         top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
         shaping=to_shaping(params, stop_ids, vocab_size),
+        input_from=body.logprob_start_len if scored else -1,
     )
 
 
@@ -234,6 +222,17 @@ def _bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float
     return tuple(found.items())
 
 
+def _input_logprobs(call: GenerateCall, result: GenerateResult) -> list[list[Any]]:
+    """Empty where none were asked for, or the request was aborted before its prompt was read."""
+    if result.input_logprobs is None:
+        return []
+    start = call.input_from
+    return [
+        [logprob, token, None]
+        for logprob, token in zip((None, *result.input_logprobs), call.prompt[start:], strict=True)
+    ]
+
+
 def to_answer(
     call: GenerateCall, result: GenerateResult, version: str, seconds: float, *, logprobs: bool
 ) -> Mapping[str, Any]:
@@ -246,9 +245,12 @@ def to_answer(
         "cached_tokens": result.cached_tokens,
         "weight_version": result.versions[-1][0] if result.versions else version,
         "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in result.versions],
+        "queue_time": result.queue_s,
+        "num_retractions": result.retractions,
         "e2e_latency": seconds,
     }
     if logprobs:
+        meta["input_token_logprobs"] = _input_logprobs(call, result)
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(result.logprobs, result.token_ids, strict=True)
         ]

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from palestra.server.engine import EngineClient
-from palestra.server.engine_wire import Prompt
 from palestra.server.gateway.calls import Call
 from palestra.server.gateway.prompts import Place, PromptMaker
 from palestra.server.gateway.recovered import recorded, take_orphan
@@ -89,7 +88,7 @@ class TurnCore:
         session.started += 1
         session.reserved += most * call.n
         try:
-            completions = await self._generate(session, place.prompt, wishes, waiting)
+            completions = await self._generate(session, place, wishes, waiting)
         except BaseException:
             session.started -= 1  # a fault spends nothing of the budget
             raise
@@ -107,14 +106,19 @@ class TurnCore:
         await self.mark(session, waiting.turns, waiting.wanted)
         return self._reply(session, call, place, [_Filed(completion, dict(parsed.message), choice, turn)])
 
-    async def _generate(
-        self, session: Session, prompt: Prompt, wishes: Sequence[Any], waiting: Call
-    ) -> list[Completion]:
+    async def _generate(self, session: Session, place: Place, wishes: Sequence[Any], waiting: Call) -> list[Completion]:
         rids = [uuid.uuid4().hex for _ in wishes]
         waiting.rids.update(rids)
         left = session.seconds_left
         requests = [
-            self.engine.generate(prompt, wish, rid=rid, key=session.record.group_id, deadline_s=left)
+            self.engine.generate(
+                place.prompt,
+                wish,
+                rid=rid,
+                key=session.record.group_id,
+                deadline_s=left,
+                later=place.base is not None,
+            )
             for rid, wish in zip(rids, wishes, strict=True)
         ]
         try:

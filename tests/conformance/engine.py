@@ -1,4 +1,4 @@
-"""What any engine behind SGLang's native HTTP surface must do: run against a served model, with transformers' full forward as the judge.
+"""What any engine behind SGLang's native HTTP surface must do: run against a served model, with a full forward by others as the judge.
 
 A test module derives a class from `EngineSuite` and gives it an `engine` fixture. Needs two weight folders of one
 architecture, a context window of at least 2048 tokens, and that nobody else uses the engine.
@@ -9,181 +9,27 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx2
+import numpy as np
 import pytest
 
-from palestra.server.renderer.tokens import TokenCodec
-
-DEADLINE_S = 60.0
-LONG = 600
-NEAR = 1e-3
-"""Numbers so near to each other may change places between two implementations."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineUnderTest:
-    """A served engine."""
-
-    url: str
-    folder: Path
-    other: Path
-    """Other weights of the same architecture."""
-    vocab_size: int
-    page: int = 1
-    """Prefixes are shared in multiples of so many tokens."""
-    tolerance: float = 1e-4
-    deadline_s: float = DEADLINE_S
-    """Of one call. An engine that compiles a kernel at its first use needs longer."""
-
-    def post(self, path: str, **body: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=self.deadline_s)
-
-    def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        """A post that must be answered with 200; an answer without a body is {}."""
-        answer = self.post(path, **body)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json()) if answer.content else {}
-
-    def generate(
-        self, prompt: list[int], *, rid: str = "", more: dict[str, Any] | None = None, **params: Any
-    ) -> Sampled:
-        """One completion; `params` are sampling parameters, `more` further fields of the body."""
-        params = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True, **params}
-        extra = {"rid": rid} if rid else {}
-        body = self.ask(
-            "/generate", input_ids=prompt, return_logprob=True, sampling_params=params, **extra, **(more or {})
-        )
-        return Sampled(prompt, body)
-
-    def metric(self, name: str) -> float:
-        """A value of /metrics, summed over its labels."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=DEADLINE_S).text
-        return sum(float(value) for value in re.findall(rf"^sglang:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
-
-    def load(self, folder: Path, version: str) -> None:
-        self.ask("/update_weights_from_disk", model_path=str(folder), weight_version=version, flush_cache=True)
-
-    def prompt(self, seed: int, length: int = 40) -> list[int]:
-        """Ids that look like nothing else."""
-        draw = random.Random(seed)
-        return [draw.randrange(10, self.vocab_size) for _ in range(length)]
+from tests.conformance.engine_kit import (
+    DEADLINE_S,
+    LONG,
+    NEAR,
+    EngineUnderTest,
+    Penalty,
+    chosen,
+    log_softmax,
+    text_codec,
+    wait_until,
+)
+from tests.conformance.engine_updates import UpdateSuite
 
 
-class Sampled:
-    """An answer of /generate, held to the contract as it is read."""
-
-    def __init__(self, prompt: list[int], body: dict[str, Any]) -> None:
-        meta = body["meta_info"]
-        self.prompt, self.body, self.meta = prompt, body, meta
-        self.ids: list[int] = [entry[1] for entry in meta["output_token_logprobs"]]
-        self.logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
-        self.reason: str = meta["finish_reason"]["type"]
-        self.spans = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
-        assert body["output_ids"] == self.ids
-        assert meta["completion_tokens"] == len(self.ids)
-        assert meta["prompt_tokens"] == len(prompt)
-        assert [start for _, start, _ in self.spans] == [0, *(end for _, _, end in self.spans)][: len(self.spans)]
-        assert (self.spans[-1][2] if self.spans else 0) == len(self.ids)
-
-    def gap(self, folder: Path, temperature: float = 1.0, start: int = 0, end: int | None = None) -> float:
-        """Largest distance of the logprobs start..end from a full forward through the weights in `folder`."""
-        expected = full_forward(folder, self.prompt, self.ids, temperature)[start:end]
-        assert expected
-        return max(abs(a - b) for a, b in zip(expected, self.logprobs[start:end], strict=True))
-
-
-@functools.cache
-def reference(folder: Path) -> Any:
-    """transformers' own model, with its own attention."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
-
-
-def full_logits(folder: Path, prompt: list[int], completion: list[int]) -> Any:
-    """[completion, vocabulary] logits: a row for each id of the completion, from all before it."""
-    import torch
-
-    with torch.no_grad():
-        return reference(folder)(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-
-
-def full_forward(folder: Path, prompt: list[int], completion: list[int], temperature: float) -> list[float]:
-    """log p of each id of the completion."""
-    import torch
-
-    logprobs = (full_logits(folder, prompt, completion) / temperature).log_softmax(-1)
-    return logprobs.gather(-1, torch.tensor(completion)[:, None])[:, 0].tolist()
-
-
-@functools.cache
-def text_codec(folder: Path) -> TokenCodec:
-    """The folder's tokenizer."""
-    return TokenCodec(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class Penalty:
-    """Penalties of one request, as the formula has them."""
-
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def bend(self, logits: Any, sampled: list[int]) -> Any:
-        """A copy of [vocabulary] logits, with the penalties that the completion so far has earned."""
-        bent = logits.clone()
-        for token in set(sampled):
-            bent[token] -= self.frequency_penalty * sampled.count(token) + self.presence_penalty
-            bent[token] *= self.repetition_penalty if bent[token] < 0 else 1 / self.repetition_penalty
-        return bent
-
-    def check_greedy(self, folder: Path, prompt: list[int], ids: list[int]) -> int:
-        """Every id of a greedy completion must be the best of the bent logits. Returns how many are not the best of the plain ones."""
-        rows = full_logits(folder, prompt, ids)
-        for at, (row, token) in enumerate(zip(rows, ids, strict=True)):
-            bent = self.bend(row, ids[:at])
-            assert bent[token] >= bent.max() - NEAR, f"token {at}"
-        return sum(token != best for token, best in zip(ids, rows.argmax(-1).tolist(), strict=True))
-
-
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Polls; fails with `what` at the deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s for: {what}"
-        time.sleep(0.005)
-
-
-class EngineSuite:
+class EngineSuite(UpdateSuite):
     """The tests. Each starts with the weights of `engine.folder` under a version of its own, `self.base`."""
-
-    base: str
-    _count = itertools.count()
-
-    @pytest.fixture(autouse=True)
-    def fresh(self, engine: EngineUnderTest) -> Iterator[None]:
-        self.base = f"base-{next(self._count)}"
-        engine.load(engine.folder, self.base)
-        with ThreadPoolExecutor(64) as self.pool:
-            yield
-            engine.ask("/continue_generation")
-            engine.ask("/abort_request", abort_all=True)
-
-    def start_long(self, engine: EngineUnderTest, prompt: list[int], rid: str) -> Future[Sampled]:
-        """A long completion in the background, with at least 8 of its tokens sampled."""
-        before = engine.metric("generation_tokens_total")
-        future = self.pool.submit(engine.generate, prompt, rid=rid, max_new_tokens=LONG)
-        wait_until(lambda: engine.metric("generation_tokens_total") >= before + 8, "the first tokens")
-        return future
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_are_those_of_a_full_forward(self, engine: EngineUnderTest, temperature: float) -> None:
@@ -318,13 +164,13 @@ class EngineSuite:
     def test_top_logprobs_are_those_of_a_full_forward(self, engine: EngineUnderTest, temperature: float) -> None:
         more = {"top_logprobs_num": 5}
         sampled = engine.generate(engine.prompt(51), temperature=temperature, max_new_tokens=24, more=more)
-        rows = (full_logits(engine.folder, sampled.prompt, sampled.ids) / temperature).log_softmax(-1)
+        rows = log_softmax(sampled.rows(engine.folder) / temperature)
         tops = sampled.meta["output_top_logprobs"]
         assert [len(top) for top in tops] == [5] * 24
         for row, top, token, logprob in zip(rows, tops, sampled.ids, sampled.logprobs, strict=True):
             found = [entry[0] for entry in top]
             assert found == sorted(found, reverse=True)
-            assert found == pytest.approx(row.topk(5).values.tolist(), abs=engine.tolerance)
+            assert found == pytest.approx(sorted(row)[:-6:-1], abs=engine.tolerance)
             assert found == pytest.approx([float(row[entry[1]]) for entry in top], abs=engine.tolerance)
             assert [entry[2] for entry in top] == [None] * 5
             assert all(entry[0] == logprob for entry in top if entry[1] == token)
@@ -334,15 +180,15 @@ class EngineSuite:
         ask = functools.partial(engine.generate, max_new_tokens=48, **wish)
         cut_mass = 0.0
         for sampled in self.pool.map(ask, [engine.prompt(60 + i) for i in range(4)]):
-            probs = full_logits(engine.folder, sampled.prompt, sampled.ids).softmax(-1)
-            ranked = probs.sort(descending=True).values
+            probs = np.exp(log_softmax(sampled.rows(engine.folder)))
+            ranked = np.sort(probs, -1)[:, ::-1]
             before = ranked.cumsum(-1) - ranked
             kept = (before <= wish.get("top_p", 1)) & (ranked >= ranked[:, :1] * wish.get("min_p", 0))
             kept[:, int(wish.get("top_k", kept.shape[1])) :] = False
             cut_mass += float((ranked * ~kept).sum())
-            chosen = probs[range(48), sampled.ids]
-            assert (chosen >= ranked.masked_fill(~kept, 2).amin(-1) * (1 - NEAR)).all()
-            assert sampled.logprobs == pytest.approx(chosen.log().tolist(), abs=engine.tolerance)
+            picked = probs[range(48), sampled.ids]
+            assert (picked >= np.where(kept, ranked, 2).min(-1) * (1 - NEAR)).all()
+            assert sampled.logprobs == pytest.approx(np.log(picked).tolist(), abs=engine.tolerance)
         assert cut_mass > 15, "without the filter, so many draws were expected outside it"
 
     @pytest.mark.parametrize(
@@ -352,7 +198,7 @@ class EngineSuite:
     )
     def test_penalties_bend_the_draw_as_the_formula_says(self, engine: EngineUnderTest, wish: dict[str, float]) -> None:
         sampled = engine.generate(engine.prompt(52), temperature=0, max_new_tokens=96, **wish)
-        assert Penalty(**wish).check_greedy(engine.folder, sampled.prompt, sampled.ids) > 0
+        assert Penalty(**wish).check_greedy(sampled.rows(engine.folder), sampled.ids) > 0
 
     def test_a_logit_bias_moves_the_draw(self, engine: EngineUnderTest) -> None:
         assert engine.generate(engine.prompt(53), logit_bias={"17": 200.0}).ids == [17] * 16
@@ -389,3 +235,91 @@ class EngineSuite:
         assert answer.status_code == 400
         assert next(iter(wish)) in answer.text
         assert len(engine.generate(engine.prompt(55)).ids) == 16
+
+    @pytest.mark.parametrize(("start", "new", "temperature"), [(0, 1, 1.0), (0, 0, 1.0), (25, 1, 0.5), (40, 1, 1.0)])
+    def test_input_logprobs_are_those_of_a_full_forward(
+        self, engine: EngineUnderTest, start: int, new: int, temperature: float
+    ) -> None:
+        """At the temperature 1, whatever the request's; the first place has none. What the cache holds of the prompt is read again."""
+        prompt = engine.prompt(70)
+        engine.generate(prompt)
+        sampled = engine.generate(
+            prompt, max_new_tokens=new, temperature=temperature, more={"logprob_start_len": start}
+        )
+        told = sampled.meta["input_token_logprobs"]
+        assert [entry[1:] for entry in told] == [[token, None] for token in prompt[start:]]
+        assert [entry[0] for entry in told[:1]] == [None] * len(told[:1])
+        rows = engine.judge.logits(engine.folder, prompt)[:-1]
+        expected = chosen(rows, prompt[1:])[start:]
+        assert [entry[0] for entry in told[1:]] == pytest.approx(expected, abs=engine.tolerance)
+        assert len(sampled.ids) == new
+        assert sampled.meta["cached_tokens"] <= start
+        if new:
+            assert sampled.gap(engine.folder, temperature) < engine.tolerance
+
+    def test_input_logprobs_beyond_the_prompt_are_refused(self, engine: EngineUnderTest) -> None:
+        answer = engine.post("/generate", input_ids=[10, 11], return_logprob=True, logprob_start_len=3)
+        assert answer.status_code == 400
+        assert "logprob_start_len" in answer.text
+
+    def test_a_key_keeps_caches_apart(self, engine: EngineUnderTest) -> None:
+        prompt = engine.prompt(71, 64)
+        for key in ("one", "two"):
+            assert engine.generate(prompt, more={"extra_key": key}).meta["cached_tokens"] == 0
+        again = engine.generate(prompt, more={"extra_key": "one"})
+        assert again.meta["cached_tokens"] >= 64 - max(engine.page, 1)
+        assert again.gap(engine.folder) < engine.tolerance
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"",
+            b"{",
+            b"[]",
+            b'{"input_ids": []}',
+            b'{"input_ids": [-5]}',
+            b'{"input_ids": [10, 1000000]}',
+            b'{"input_ids": "10 11"}',
+            b'{"input_ids": [1.5]}',
+            b'{"input_ids": [null]}',
+            b'{"input_ids": [10], "sampling_params": {"max_new_tokens": -1}}',
+            b'{"input_ids": [10], "sampling_params": {"max_new_tokens": "many"}}',
+            b'{"input_ids": [10], "sampling_params": {"temperature": -1}}',
+            b'{"input_ids": [10], "sampling_params": 7}',
+            b'{"sampling_params": {"max_new_tokens": 1}}',
+            b'{"input_ids": [' + b"10," * 1_000_000 + b"10]}",
+        ],
+        ids=lambda body: body[:60].decode(),
+    )
+    def test_a_bad_request_is_refused_with_a_message(self, engine: EngineUnderTest, body: bytes) -> None:
+        answer = engine.raw("/generate", body)
+        assert answer.status_code == 400, answer.text[:300]
+        assert len(answer.text) > 10
+        assert len(engine.generate(engine.prompt(72)).ids) == 16
+
+    def test_abort_all_answers_everybody(self, engine: EngineUnderTest) -> None:
+        futures = [self.start_long(engine, engine.prompt(73 + n), f"{random.getrandbits(128):032x}") for n in range(3)]
+        engine.ask("/abort_request", abort_all=True)
+        for future in futures:
+            sampled = future.result(DEADLINE_S)
+            assert sampled.reason == "abort"
+            assert sampled.gap(engine.folder) < engine.tolerance
+        assert len(engine.generate(engine.prompt(73)).ids) == 16
+
+    def test_the_abort_of_an_unknown_request_changes_nothing(self, engine: EngineUnderTest) -> None:
+        future = self.start_long(engine, engine.prompt(77), f"{random.getrandbits(128):032x}")
+        engine.ask("/abort_request", rid="nobody's")
+        assert not future.done()
+        engine.ask("/abort_request", abort_all=True)
+        assert future.result(DEADLINE_S).reason == "abort"
+
+    def test_load_and_pool_are_told(self, engine: EngineUnderTest) -> None:
+        info = engine.get("/server_info")
+        assert info["max_total_num_tokens"] >= 2048
+        assert info["context_length"] in (None, 2048)
+        (load,) = engine.get("/v1/loads")["loads"]
+        assert load["max_total_num_tokens"] == info["max_total_num_tokens"]
+        assert load["max_running_requests"] >= 64
+        sampled = engine.generate(engine.prompt(78))
+        assert 0 <= sampled.meta["queue_time"] < DEADLINE_S
+        assert sampled.meta["num_retractions"] == 0

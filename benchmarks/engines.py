@@ -1,0 +1,113 @@
+"""Two real SGLang engines for benchmarks, and routers in front of them.
+
+In: a model folder. Out: engines that run on after `--setup` and are found by later calls, as processes on record below `.bench/`; a router
+of any policy for the length of a block. It waits for pip, and for processes to become ready, each with a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+import httpx2 as httpx
+
+from benchmarks.gateway_procs import Process, ProcessDesk
+from palestra.cli.engines.commands import engine_commands, router_command
+from palestra.cli.engines.environment import find
+from palestra.cli.engines.options import known
+from palestra.cli.engines.ports import free_ports
+from palestra.cli.engines.types import EngineCommand, EngineEnvironment, EngineGroup, Topology
+from palestra.server.workers.types import EnginePlace
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / ".bench"
+ENVIRONMENT = ROOT / ".engine"
+START_S, ROUTER_S = 240.0, 60.0
+
+
+class Engines:
+    """Engines of one benchmark, named by it."""
+
+    def __init__(self, name: str, model: Path, *, number: int = 2, options: dict[str, object] | None = None) -> None:
+        self.home = HOME / name
+        self.home.mkdir(parents=True, exist_ok=True)
+        (HOME / ".gitignore").write_text("*\n")
+        self.desk = ProcessDesk(self.home / "run")
+        self.model, self.number, self.options = model, number, options or {}
+        self.environment: EngineEnvironment | None = None
+        self._started: list[Process] = []
+        self.urls: list[str] = []
+
+    def install(self) -> None:
+        """The engines' environment: what PALESTRA_ENGINE_ENV or .engine has, made where there is none."""
+        command = [sys.executable, "-m", "palestra.cli.main", "engine", "install", "--cpu", "--into", str(ENVIRONMENT)]
+        if not _has_environment():
+            subprocess.run(command, check=True, stdout=sys.stderr)
+        self.environment = find(None if not ENVIRONMENT.is_dir() else str(ENVIRONMENT))
+
+    def start(self) -> None:
+        """Starts what does not run yet.
+
+        Raises:
+            RuntimeError: an engine did not become ready.
+        """
+        assert self.environment is not None, "install comes first"
+        options = {"page_size": 1, "enable_metrics": True, **self.options}
+        topology = Topology((EngineGroup("regular", self.number, 1, options),))
+        ports = iter(free_ports("127.0.0.1", 4 * self.number))
+        fields = known(self.environment, "sglang")
+        commands = engine_commands(topology, self.model, self.environment, ports, fields=fields)
+        for command in commands:
+            found = self.desk.find(command.name)
+            if found is None:
+                print(f"starting {command.name}", file=sys.stderr, flush=True)
+                found = self.desk.start(command.name, command.argv, url=command.url, more=command.env, ready_s=START_S)
+                self._started.append(found)
+            self.urls.append(found.url)
+
+    def leave_running(self) -> None:
+        """What was started stays for later calls."""
+        self._started.clear()
+
+    def stop(self) -> None:
+        """Ends what this call has started."""
+        while self._started:
+            self.desk.end(self._started.pop())
+
+    @contextmanager
+    def router(self, policy: str) -> Iterator[EnginePlace]:
+        """sglang-router with a policy, in front of all engines, while the block runs."""
+        assert self.environment is not None, "install comes first"
+        port, prometheus = free_ports("127.0.0.1", 2)
+        engines = [EngineCommand(f"engine-{i}", (), {}, url) for i, url in zip(count(), self.urls, strict=False)]
+        command = router_command(
+            engines, self.environment, port=port, prometheus_port=prometheus, policy=policy, startup_s=ROUTER_S
+        )
+        process = self.desk.start(f"router-{policy}", command.argv, url=command.url, more=command.env, ready_s=ROUTER_S)
+        try:
+            _wait_for_workers(command.url, len(self.urls))
+            yield EnginePlace(command.url, tuple(self.urls), router=True, kind="sglang")
+        finally:
+            self.desk.end(process)
+
+
+def _has_environment() -> bool:
+    return (ENVIRONMENT / "palestra-engine.json").is_file()
+
+
+def _wait_for_workers(router: str, number: int) -> None:
+    import time
+
+    deadline = time.monotonic() + ROUTER_S
+    while True:
+        listed = json.loads(httpx.get(f"{router}/workers", timeout=5).content)["workers"]
+        if sum(bool(worker["is_healthy"]) for worker in listed) >= number:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the router lists {listed}, not {number} healthy engines, after {ROUTER_S:.0f} s")
+        time.sleep(0.1)

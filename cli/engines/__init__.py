@@ -1,0 +1,1 @@
+"""Managed engines: their own environment, their command lines, and the processes."""

@@ -1,0 +1,1 @@
+"""The control half of a weight publish, per transport."""

@@ -1,0 +1,55 @@
+"""Asking engines whether they have the weights that they should.
+
+In: workers and the trainer's figures. Out: worker URL -> what is wrong with it. Waits for the engines, each call with a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.server.publishing.bodies import CanaryBody, EndBody
+from palestra.server.publishing.calls import look
+from palestra.server.publishing.round import CONTROL_S, Round
+from palestra.server.publishing.verify import canary_gap, comparable, tolerance, wrong_digests, wrong_versions
+from palestra.server.types import EngineError
+from palestra.server.workers.types import EngineKind, Fleet, Worker
+
+
+async def described(kind: EngineKind, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, Any]]:
+    """What engines compute with: dtype, and of SGLang device and quantisation. Who does not answer is missing."""
+    return (await look(workers, "/server_info" if kind == "sglang" else "/model_info")).ok
+
+
+async def wrong_weights(current: Round, body: EndBody) -> dict[str, EngineError | str]:
+    """By version, and by content where the trainer gave digests."""
+    infos = await look(current.workers, "/model_info")
+    wrong: dict[str, EngineError | str] = {**infos.failed, **wrong_versions(infos.ok, current.version)}
+    asked = [worker for worker in current.workers if worker.url not in wrong]
+    if body.digests is None or not asked:
+        return wrong
+    wanted = body.digests if comparable(current.kind, await described(current.kind, asked), body.dtype) else {}
+    checked = await current.engines.fleet.ask(
+        asked, "/weights_checker", {"action": "checksum"}, timeout_s=current.deadline_s
+    )
+    return {**wrong, **checked.failed, **wrong_digests(checked.ok, wanted)}
+
+
+async def canary_gaps(fleet: Fleet, kind: EngineKind, body: CanaryBody) -> tuple[dict[str, float], dict[str, str]]:
+    """Largest difference of a logprob between trainer and engine, and what is wrong with those that are too far off or do not answer."""
+    workers = fleet.serving()
+    allowed = tolerance(await described(kind, workers))
+    asked = {
+        "input_ids": body.ids,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answers = await fleet.ask(workers, "/generate", asked, timeout_s=CONTROL_S)
+    gaps = {url: canary_gap(answer, body.logprobs) for url, answer in answers.ok.items()}
+    wrong = {url: str(error) for url, error in answers.failed.items()}
+    for url, gap in gaps.items():
+        if gap > allowed:
+            off = f"{gap:.3g} off the trainer's, more than {allowed:g}"
+            wrong[url] = f"{url}: logprobs of version {body.version} are {off}"
+    return gaps, wrong

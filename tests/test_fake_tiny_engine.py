@@ -1,0 +1,66 @@
+"""The fake engine with the numpy model, held to the suite of all engines: quick enough for every run."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.engine import EngineSuite
+from tests.conformance.engine_kit import EngineUnderTest, wait_until
+from tests.fakes.tiny_engine import tiny_engine
+from tests.fakes.tiny_model import NumpyJudge, make_tiny_numpy, next_logits, values
+
+
+def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """As safetensors within the body."""
+    from safetensors.torch import save
+
+    blob = base64.b64encode(save(dict(tensors))).decode()
+    return {"serialized_named_tensors": [blob], "load_format": "safetensors"}
+
+
+class TestTiny(EngineSuite):
+    """All of the suite but broadcasts: with both ranks in one process, gloo's teardown of one waits for the other under the same GIL."""
+
+    test_weights_by_broadcast = None  # type: ignore[assignment]
+    test_an_interrupted_broadcast_can_be_done_again = None  # type: ignore[assignment]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+        root = tmp_path_factory.mktemp("tiny")
+        one, other = make_tiny_numpy(root / "one", 1), make_tiny_numpy(root / "other", 2)
+        vocab = json.loads((one / "config.json").read_text())["vocab_size"]
+        with tiny_engine(one) as served:
+            yield EngineUnderTest(
+                served.url,
+                one,
+                other,
+                vocab,
+                judge=NumpyJudge(),
+                payloads={"safetensors": by_value},
+                single="out.weight",
+            )
+
+    def test_a_retracted_request_says_so(self, engine: EngineUnderTest) -> None:
+        future = self.start_long(engine, engine.prompt(100), "back")
+        engine.ask("/pause_generation", mode="retract")
+        wait_until(lambda: engine.metric("num_queue_reqs") == 1, "the request to queue")
+        engine.ask("/continue_generation")
+        assert future.result(60).meta["num_retractions"] == 1
+
+
+def test_the_judge_and_the_model_agree_and_tell_weights_apart(tmp_path: Any) -> None:
+    from safetensors.numpy import load_file
+
+    one, other = make_tiny_numpy(tmp_path / "one", 1), make_tiny_numpy(tmp_path / "other", 2)
+    weights, ids = load_file(one / "model.safetensors"), [9, 30, 31, 30]
+    rows = NumpyJudge().logits(one, ids)
+    for end in range(1, 5):
+        assert np.allclose(next_logits(weights, values(weights, ids[:end])), rows[end - 1], atol=1e-5)
+    assert np.abs(rows - NumpyJudge().logits(other, ids)).max() > 0.1

@@ -1,0 +1,1 @@
+"""The data half of a publish: how the trainer's weights travel."""
