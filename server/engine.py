@@ -77,6 +77,7 @@ class EngineClient:
         """Request -> the name under which its present part runs at the engine."""
         self._flying: dict[str, asyncio.Timeout] = {}
         """Part on the wire -> its time limit."""
+        self._experts: tuple[int, int] | None = None
         self._http: aiohttp.ClientSession | None = None
 
     @property
@@ -102,7 +103,7 @@ class EngineClient:
         Raises:
             EngineError: no engine answers, or one is unfit: which, why, and what to do.
         """
-        self._mender.facts = facts
+        self._mender.facts, self._experts = facts, facts.experts
         await take_up(self.fleet, facts)
         self.watcher.start()
 
@@ -145,7 +146,7 @@ class EngineClient:
         self, prompt: Prompt, sampling: EngineSampling, rid: str, group: str, deadline: float, later: bool
     ) -> Completion:
         loop = asyncio.get_running_loop()
-        joined, meta, cached, part, resumed = Joined(), None, -1, 0, False
+        joined, meta, cached, part, resumed = Joined(self._experts), None, -1, 0, False
         back_off: BackOff | None = None
         while True:
             left = sampling.max_new_tokens - len(joined.ids)

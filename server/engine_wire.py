@@ -180,7 +180,9 @@ def request_body(
 class Joined:
     """The parts of one completion, put together as they come."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: tuple[int, int] | None = None) -> None:
+        """`experts`: the model's layers and experts per token, for engines that report experts without a shape."""
+        self.experts = experts
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
@@ -217,7 +219,7 @@ class Joined:
             reason,
             tuple(self.spans),
             cached,
-            _experts(meta),
+            _experts(meta, self.experts),
             tuple(self.top),
             stop_text,
             kept,
@@ -272,14 +274,18 @@ def _append_span(spans: list[VersionSpan], version: int, start: int, end: int) -
         spans.append(VersionSpan(version, start, end))
 
 
-def _experts(meta: Meta) -> I16 | None:
+def _experts(meta: Meta, model: tuple[int, int] | None) -> I16 | None:
+    """[tokens, layers, topk]. The embedded engine gives int16 and the shape; SGLang int32 of all layers, without a word of the shape."""
     if meta.routed_experts is None:
         return None
-    if meta.routed_experts_shape is None:
-        raise EngineError("the engine gives routed experts without their shape: its element type is not known")
+    shape, kind = meta.routed_experts_shape, np.dtype(np.int16)
+    if shape is None:
+        if model is None:
+            raise EngineError("the engine gives routed experts without their shape, and the model's is not known")
+        shape, kind = [-1, *model], np.dtype(np.int32)
     try:
-        flat = np.frombuffer(base64.b64decode(meta.routed_experts), dtype=np.int16)
-        rows = flat.reshape(meta.routed_experts_shape)
+        flat = np.frombuffer(base64.b64decode(meta.routed_experts), dtype=kind)
+        rows = flat.reshape(shape).astype(np.int16, copy=False)
     except (ValueError, TypeError) as error:
         raise EngineError(f"the engine's routed experts are not understood: {error}") from None
     if len(rows) != (wanted := meta.prompt_tokens + meta.completion_tokens - 1):

@@ -49,6 +49,8 @@ class ServiceSettings:
     deadline_s: float
     tasks: Sequence[Mapping[str, Any]] | None = None
     """Tasks of a file; None: the workers' environment has its own."""
+    model_folder: Path | None = None
+    """Where the model is, for what engines are held to; None: they are held to its tokenizer alone."""
     routed_experts: bool = False
     """Whether every turn keeps the experts of its tokens, for a trainer that replays them."""
     agent_key: str | None = None
@@ -93,7 +95,7 @@ class RolloutService:
         await self.engine.open()
         prompt = self.renderer.render([{"role": "user", "content": "Hello"}])
         await self.engine.start(
-            ModelFacts.of(prompt.ids, self.renderer.stop_ids, self.settings.model, self.engine.decode)
+            ModelFacts.of(prompt.ids, self.renderer.stop_ids, self.settings.model_folder, self.engine.decode)
         )
         if self.settings.tasks is not None:
             self.plan.set_source(len(self.settings.tasks), self.settings.tasks)

@@ -43,7 +43,7 @@ class Engines:
     """What a publish needs of the engine client, made on the running loop."""
 
     def __init__(self, place: EnginePlace) -> None:
-        self.calls = Calls()
+        self.calls = Calls(dict.fromkeys(place.agents.values(), place.agent_token) if place.agent_token else {})
         self.fleet = WorkerTable(place, self.calls)
         self.gate, self.idle, self.on_wire = asyncio.Event(), Signal(), 0
         self.gate.set()
@@ -61,8 +61,9 @@ class PublishService:
         mode: PublishMode = PublishMode.RETRACT,
         deadline_s: float = 60.0,
         agents: dict[str, str] | None = None,
+        agent_token: str | None = None,
     ) -> None:
-        self._place = EnginePlace(workers[0], tuple(workers), kind=kind, agents=agents or {})
+        self._place = EnginePlace(workers[0], tuple(workers), kind=kind, agents=agents or {}, agent_token=agent_token)
         self._made = (kind, mode, deadline_s)
         self._socket = bind("127.0.0.1", 0)
         host, port = self._socket.getsockname()[:2]

@@ -65,7 +65,7 @@ def serve(family: str, tmp: Path) -> Iterator[EngineUnderTest]:
     other = make(tmp / "other", seed=2, max_position_embeddings=WINDOW, initializer_range=0.1)
     vocab = json.loads((one / "config.json").read_text())["vocab_size"]
     with process(one, tmp / "log", "--page-size", str(PAGE), "--allow-forced-ids", "--max-running", "64") as (_, url):
-        yield EngineUnderTest(url, one, other, vocab, PAGE, payloads=WAYS)
+        yield EngineUnderTest(url, one, other, vocab, PAGE, payloads=WAYS, single="model.norm.weight")
 
 
 class TestMoe(EngineSuite):
@@ -77,7 +77,7 @@ class TestMoe(EngineSuite):
         yield from serve("moe", tmp_path_factory.mktemp("moe"))
 
     def test_a_fresh_engine_is_described(self, engine: EngineUnderTest) -> None:
-        info = httpx2.get(f"{engine.url}/model_info").json()
+        info = engine.get("/model_info")
         assert info["vocab_size"] == engine.vocab_size
         assert info["context_length"] == WINDOW
         assert info["is_generation"] is True

@@ -131,7 +131,7 @@ async def test_an_engine_that_is_not_there_is_a_fault_within_its_deadline() -> N
 
 
 async def test_a_sound_engine_is_taken_up(client: EngineClient, tiny_moe: Path) -> None:
-    await client.start(ModelFacts.of(PROMPT, (), str(tiny_moe), None))
+    await client.start(ModelFacts.of(PROMPT, (), tiny_moe, None))
     (row,) = client.status()
     assert (row["state"], row["url"]) == ("serving", client.url)
 

@@ -7,6 +7,7 @@ an answer that breaks the contract must be an error of the engine, with nothing 
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import orjson
 import pytest
 
 from palestra.server.engine import EngineClient
-from palestra.server.engine_wire import EngineSampling, Prompt
+from palestra.server.engine_wire import EngineSampling, Joined, Prompt, read_answer
 from palestra.server.rows import trajectory_rows
 from palestra.server.types import Completion, EngineError, EngineRefused, VersionSpan
 from tests.fakes.engine import Fail, FakeEngine, Raw, Say, Stage, experts_of, logprob_of, service_on_fake
@@ -87,6 +88,22 @@ async def test_three_aborted_parts_are_one_completion(client: EngineClient, engi
     answered = [0, 2, 2, 3, 5]
     assert asked == [([*PROMPT, *done.token_ids[:n]], 20 - n, 5) for n in answered]
     assert len({h.rid for h in engine.heard}) == 5
+
+
+def test_experts_without_a_shape_are_read_as_sglang_writes_them() -> None:
+    """int32 of all layers, base64: only the model says how many there are."""
+    rows = np.arange((len(PROMPT) + 1) * 6, dtype=np.int32).reshape(-1, 3, 2)
+    said = {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
+    joined = Joined((3, 2))
+    meta = read_answer(meta_of([41, 42], prompt_tokens=len(PROMPT), **said))
+    joined.add(meta, RID)
+    found = joined.completion("stop", 0, meta).routed_experts
+    assert found is not None
+    assert np.array_equal(found, rows)
+    with pytest.raises(EngineError, match="the model's is not known"):
+        Joined().completion("stop", 0, meta)
+    with pytest.raises(EngineError, match="not understood"):
+        Joined((5, 7)).completion("stop", 0, meta)
 
 
 async def test_a_budget_that_a_part_used_up_is_the_end(client: EngineClient, engine: FakeEngine) -> None:
@@ -178,7 +195,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     ),
     "an infinite logprob": (meta_of([41], output_token_logprobs=[[0.5, 41, None]]).replace(b"0.5", b"-1e999"), "not"),
     "a version that is none": (meta_of([41], weight_version="v-seven"), "no policy version"),
-    "experts without a shape": (meta_of([41], routed_experts="AAAA"), "without their shape"),
+    "experts without a shape": (meta_of([41], routed_experts="AAAA"), "the model's is not known"),
     "an answer with fewer ids than its versions": (meta_of([41], weight_versions=[_span(0, 2)]), "version spans"),
     "versions that leave a gap": (meta_of([41, 42, 43], weight_versions=[_span(0, 1), _span(2, 3)]), "version"),
     "versions that end early": (meta_of([41, 42, 43], weight_versions=[_span(0, 2)]), "version"),

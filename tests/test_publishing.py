@@ -300,6 +300,16 @@ async def test_the_canary_leaves_out_who_computes_otherwise(scene: Scene) -> Non
         await publisher.canary(far)
 
 
+async def test_a_busy_engine_that_does_not_get_to_the_canary_is_not_accused(scene: Scene) -> None:
+    publisher = await scene.start(2)
+    scene.engines[0].faults["/generate"] = 503
+    said = CanaryBody(1, [1, 2, 3], [-1.0, -2.0])
+    assert await publisher.canary(said) == {scene.engines[1].url: 0.0}
+    scene.engines[1].faults["/generate"] = 503
+    assert await publisher.canary(said) == {}
+    assert scene.states() == ["serving", "serving"]
+
+
 def test_verdicts_of_what_engines_say() -> None:
     assert wrong_versions({"a": {"weight_version": "3"}, "b": {"weight_version": 2}, "c": {}}, 3).keys() == {"b", "c"}
     cpu = {"device": "cpu", "dtype": "float32", "quantization": None}

@@ -153,9 +153,8 @@ def test_the_router_killed(stage: Stage) -> None:
 
 def test_engines_with_another_model_are_refused_in_one_line(sglang_engines: SglangEngines, tmp_path: Path) -> None:
     place = EnginePlace(sglang_engines.router, sglang_engines.workers, router=True, kind="sglang")
-    service = RolloutService(
-        settings(tmp_path / "store", "", engine=place), load_renderer(make_tiny_llama(tmp_path / "llama"))
-    )
+    llama = make_tiny_llama(tmp_path / "llama")
+    service = RolloutService(settings(tmp_path / "store", "", engine=place, model_folder=llama), load_renderer(llama))
 
     async def start() -> None:
         try:

@@ -305,6 +305,19 @@ def test_a_run_from_start_to_end(model: Path, tmp_path: Path) -> None:
         assert row.advantage.baseline == pytest.approx(np.mean(list(service.groups[row.group_id].rewards.values())))
 
 
+def test_weights_are_published_every_so_many_steps_and_at_the_end(model: Path, tmp_path: Path) -> None:
+    """Versions count optimizer steps, whether they are published or not."""
+    service = FakeService(model)
+    run(settings_for(model, steps=5, publish_steps=2), service, tmp_path)
+    assert [version for version, _ in service.published] == [0, 2, 4, 5]
+    assert [record["policy_version"] for record in records(tmp_path)] == [1, 2, 3, 4, 5]
+    spans = {
+        step: {s.version for row in service.groups[f"g{group}"].samples for s in row.spans}
+        for group, step in committed(service).items()
+    }
+    assert spans == {1: {0}, 2: {0}, 3: {2}, 4: {2}, 5: {4}}
+
+
 def test_the_policy_learns_what_is_rewarded(model: Path, tmp_path: Path) -> None:
     service = FakeService(model)
     before = {f"g{i}": service._play(i) for i in range(10)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,15 @@ import psutil
 import pytest
 import torch
 
+from palestra.cli.engines.agent import FolderPuller
 from palestra.server.client import ServiceClient, ServiceError
 from palestra.server.engine_wire import version_of
 from palestra.server.types import PublishMode
+from palestra.server.weights_agent import WeightsListener
 from palestra.trainer.config import WeightsConfig
 from palestra.trainer.megatron.backend import MegatronBackend
 from palestra.trainer.publish import Publisher
+from palestra.trainer.weights.deltaapply import LocalFolder
 from palestra.trainer.weights.distributed import DistributedCarrier
 from palestra.trainer.weights.handles import TensorCarrier
 from tests.live import engine_process
@@ -156,3 +160,35 @@ def test_an_engine_killed_in_a_broadcast_is_left_out(model: Path, other: Megatro
         carrier.publish(other.export, 2, 2)
         assert carrier._group is group, "the group that stands is used again"
         carrier.close()
+
+
+class Moved:
+    """A backend one number of whose weights is another: the smallest of updates."""
+
+    def __init__(self, backend: MegatronBackend, by: float) -> None:
+        self._backend, self._by = backend, by
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for i, (name, tensor) in enumerate(self._backend.export()):
+            yield name, tensor + self._by * (torch.arange(tensor.numel()) == 0).view(tensor.shape) if i == 0 else tensor
+
+
+def test_deltas_arrive_through_an_agent(engines: list[str], same: MegatronBackend, model: Path, tmp_path: Path) -> None:
+    """A full folder, then a few changed bytes; an agent that lost all it had takes the base and what followed. Every publish is verified
+    tensor by tensor."""
+    shared, local = tmp_path / "shared", tmp_path / "local"
+    shared.mkdir()
+    settings = WeightsConfig(mode="delta", shared_dir=shared, canary=False)
+    with WeightsListener(FolderPuller(shared, LocalFolder(local, 2)), "127.0.0.1", 0, token="t") as listener:
+        agents = dict.fromkeys(engines[:1], listener.url)
+        with PublishService(engines[:1], agents=agents, agent_token="t") as service:
+            publisher = Publisher(service.client, settings, tmp_path, model)
+            sizes = [publisher.publish(Moved(same, by), version, version).bytes for version, by in ((1, 0.0), (2, 0.5))]
+            shutil.rmtree(local)
+            sizes.append(publisher.publish(Moved(same, 1.0), 3, 3).bytes)
+            assert version_at(engines[0]) == 3
+            assert service.states == {engines[0]: "serving"}
+        assert sizes[0] > 100 * max(sizes[1:]), sizes
+        with httpx.Client(headers={"Authorization": "Bearer t"}) as http:
+            last = http.get(f"{listener.url}/status").json()["last"]
+        assert (last["version"], last["from"]) == (3, "full"), "the base was fetched again"

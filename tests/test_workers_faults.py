@@ -7,9 +7,11 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from palestra.server.engine import EngineClient
 from palestra.server.engine_wire import EngineSampling, Prompt
@@ -237,6 +239,37 @@ async def test_a_worker_that_restarted_is_brought_up_from_the_folder(field: Fiel
     loads = [body for path, body in field.engines[0].controls if path == "/update_weights_from_disk"]
     assert loads == [{"model_path": "/weights/v3", "weight_version": "3", "flush_cache": True}]
     assert not [path for path, _ in field.engines[1].controls if path == "/update_weights_from_disk"]
+
+
+async def test_a_late_worker_s_agent_fetches_the_weights_in_force(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    pulled: list[tuple[str | None, object]] = []
+
+    async def pull(request: web.Request) -> web.Response:
+        pulled.append((request.headers.get("Authorization"), await request.json()))
+        return web.json_response({"path": "/local/v3", "bytes": 1, "seconds": 0.0, "from": "delta"})
+
+    app = web.Application()
+    app.router.add_post("/pull", pull)
+    async with field_of(pair) as field, TestServer(app) as agent:
+        place = replace(
+            field.client.fleet.place, agents={field.wires[0].url: str(agent.make_url(""))}, agent_token="secret"
+        )
+        client = field.client = EngineClient(place, deadline_s=20.0)
+        await client.open()
+        try:
+            for engine in field.engines:
+                engine.version = "3"
+            field.engines[0].version = "2"
+            client.fleet.in_force(Weights(3, shared="/shared"))
+            client.watcher.period_s = 0.05
+            client.watcher.start()
+            await until(lambda: field.engines[0].version == "3", "the load")
+            await until(lambda: field.states() == [SERVING, SERVING], "its return")
+        finally:
+            await client.close()
+        assert pulled == [("Bearer secret", {"version": 3, "shared": "/shared"})]
+        loads = [body["model_path"] for path, body in field.engines[0].controls if path == "/update_weights_from_disk"]
+        assert loads == ["/local/v3"]
 
 
 async def test_what_failed_an_update_is_not_trusted_for_naming_the_right_version(field: Field) -> None:

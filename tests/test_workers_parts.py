@@ -222,11 +222,11 @@ def test_prefill_and_decode_engines_are_not_asked_directly() -> None:
 
 
 def test_facts_of_a_model_folder_and_of_a_name(tmp_path: Path) -> None:
-    assert ModelFacts.of([1], [2], "tiny", None) == ModelFacts((1,), (2,))
+    assert ModelFacts.of([1], [2], None, None) == ModelFacts((1,), (2,))
     (tmp_path / "config.json").write_bytes(orjson.dumps({"architectures": ["A"], "text_config": {"vocab_size": 9}}))
-    assert ModelFacts.of([1], [], str(tmp_path), None) == ModelFacts((1,), (), 9, ("A",))
+    assert ModelFacts.of([1], [], tmp_path, None) == ModelFacts((1,), (), 9, ("A",))
     (tmp_path / "config.json").write_bytes(orjson.dumps({"vocab_size": 7}))
-    assert ModelFacts.of([1], [], str(tmp_path), None).vocab_size == 7
+    assert ModelFacts.of([1], [], tmp_path, None).vocab_size == 7
 
 
 def test_an_abort_in_the_queue_is_an_empty_part() -> None:

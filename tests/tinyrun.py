@@ -57,4 +57,6 @@ def tiny_config(folder: Path, **tables: dict[str, Any]) -> RunConfig:
     }
     for table, values in tables.items():
         base[table] = {**base.get(table, {}), **values}
+    if base["rollout"].get("engine", "embedded") != "embedded":
+        del base["rollout"]["threads"]
     return check_config(base, "tiny")

@@ -147,8 +147,8 @@ class WeightsConfig(Section):
     delta_encoding: Literal["overwrite", "xor"] = "overwrite"
     """How changed bytes are written: as they are now, or as the difference to before, which also undoes."""
     engine_model: Path | None = None
-    """Folder that engines are started with, where it is not the trained one: block-quantised by `palestra convert`. Weights are quantised as
-    its config.json says before they travel. None: engines run the trained model."""
+    """Folder that engines are started with, where it is not the trained one: block-quantised by `palestra convert`. Weights are quantised
+    as its config.json says before they travel. None: engines run the trained model."""
     canary: bool = True
     """Whether the logprobs of a short text are compared between trainer and every engine after each publish."""
     bucket_bytes: int = Field(512 * 2**20, ge=1)

@@ -88,6 +88,7 @@ def _of_training(context: RoleContext, config: RunConfig) -> ServiceSettings:
     return ServiceSettings(
         store=context.folder / "store",
         engine=engine_place(context),
+        model_folder=context.model,
         routed_experts=context.run.rollout.routed_experts,
         model=config.model.path,
         limits=SessionLimits(algo.max_turns, algo.max_response, window, algo.temperature),
@@ -115,6 +116,7 @@ def _alone(context: RoleContext, config: ServeConfig) -> ServiceSettings:
     return ServiceSettings(
         store=context.folder / "store",
         engine=engine_place(context),
+        model_folder=context.model,
         routed_experts=context.run.rollout.routed_experts,
         model=config.model.path,
         limits=SessionLimits(

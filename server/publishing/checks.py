@@ -5,6 +5,7 @@ In: workers and the trainer's figures. Out: worker URL -> what is wrong with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from palestra.server.publishing.round import CONTROL_S, Round
 from palestra.server.publishing.verify import canary_gap, comparable, tolerance, wrong_digests, wrong_versions
 from palestra.server.types import EngineError
 from palestra.server.workers.types import EngineKind, Fleet, Worker
+
+log = logging.getLogger(__name__)
 
 
 async def described(kind: EngineKind, workers: Sequence[Worker]) -> Mapping[str, Mapping[str, Any]]:
@@ -36,7 +39,10 @@ async def wrong_weights(current: Round, body: EndBody) -> dict[str, EngineError 
 
 
 async def canary_gaps(fleet: Fleet, kind: EngineKind, body: CanaryBody) -> tuple[dict[str, float], dict[str, str]]:
-    """Largest difference of a logprob between trainer and engine, and what is wrong with those that are too far off or do not answer."""
+    """Largest difference of a logprob between trainer and engine, and what is wrong with those that are too far off.
+
+    An engine that does not answer in time is not compared: it may have a long queue before the text, or be gone, which others find out.
+    """
     workers = fleet.serving()
     allowed = tolerance(await described(kind, workers))
     asked = {
@@ -46,8 +52,10 @@ async def canary_gaps(fleet: Fleet, kind: EngineKind, body: CanaryBody) -> tuple
         "logprob_start_len": 0,
     }
     answers = await fleet.ask(workers, "/generate", asked, timeout_s=CONTROL_S)
+    for url, error in answers.failed.items():
+        log.warning("worker %s: the logprobs of version %d were not compared: %s", url, body.version, error)
     gaps = {url: canary_gap(answer, body.logprobs) for url, answer in answers.ok.items()}
-    wrong = {url: str(error) for url, error in answers.failed.items()}
+    wrong: dict[str, str] = {}
     for url, gap in gaps.items():
         if gap > allowed:
             off = f"{gap:.3g} off the trainer's, more than {allowed:g}"

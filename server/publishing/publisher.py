@@ -173,7 +173,8 @@ class Publisher:
             self.engines.salt = f"w{body.version}"
         still_s = await current.let_go()
         fleet = self.engines.fleet
-        fleet.in_force(Weights(current.version, None if current.transport == "delta" else body.path))
+        where = {"shared" if current.transport == "delta" else "folder": body.path}
+        fleet.in_force(Weights(current.version, **where))
         current.workers = [worker for worker in current.workers if worker.url not in current.left_out]
         for worker in current.workers:
             await fleet.admit(worker, current.version)
@@ -195,12 +196,12 @@ class Publisher:
         Returns the largest difference by engine.
 
         Raises:
-            EngineError: all are too far off, or none answers.
+            EngineError: all are too far off.
         """
         fleet = self.engines.fleet
         workers = fleet.serving()
         gaps, wrong = await canary_gaps(fleet, self.kind, body)
-        if all(worker.url in wrong for worker in workers):
+        if workers and all(worker.url in wrong for worker in workers):
             raise EngineError(f"no engine computes what the trainer does: {'; '.join(wrong.values())}")
         for worker in workers:
             if worker.url in wrong:

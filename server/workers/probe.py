@@ -42,17 +42,23 @@ class ModelFacts:
     architectures: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
     """Ids to text, by the run's own tokenizer."""
+    experts: tuple[int, int] | None = None
+    """Layers, and experts per token."""
 
     @classmethod
     def of(
-        cls, prompt: Sequence[int], stop_ids: Sequence[int], model: str, decode: Callable[[Sequence[int]], str] | None
+        cls,
+        prompt: Sequence[int],
+        stop_ids: Sequence[int],
+        model: Path | None,
+        decode: Callable[[Sequence[int]], str] | None,
     ) -> ModelFacts:
-        """With what `config.json` says where `model` is a folder that has one."""
-        config: dict[str, Any] = {}
-        if (path := Path(model) / "config.json").is_file():
-            config = json.loads(path.read_text())
-        size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-        return cls(tuple(prompt), tuple(stop_ids), size, tuple(config.get("architectures") or ()), decode)
+        """With what the `config.json` of the folder `model` says."""
+        config: dict[str, Any] = {} if model is None else json.loads((model / "config.json").read_text())
+        text = config.get("text_config") or config
+        experts = (text["num_hidden_layers"], text["num_experts_per_tok"]) if "num_experts_per_tok" in text else None
+        names = tuple(config.get("architectures") or ())
+        return cls(tuple(prompt), tuple(stop_ids), text.get("vocab_size"), names, decode, experts)
 
 
 async def probe_worker(url: str, calls: Calls, facts: ModelFacts) -> Mapping[str, Any]:

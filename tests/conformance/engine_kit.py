@@ -73,12 +73,12 @@ class EngineUnderTest:
     """What an update that asks for a flush is answered with while requests are frozen in place. The weights are new in any case."""
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=self.deadline_s)
+        return client().post(self.url + path, json=body, timeout=self.deadline_s)
 
     def raw(self, path: str, body: bytes) -> httpx2.Response:
         """A post of bytes that may be no JSON."""
         headers = {"content-type": "application/json"}
-        return httpx2.post(self.url + path, content=body, headers=headers, timeout=self.deadline_s)
+        return client().post(self.url + path, content=body, headers=headers, timeout=self.deadline_s)
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
         """A post that must be answered with 200; an answer without a JSON body is {}."""
@@ -88,7 +88,7 @@ class EngineUnderTest:
 
     def get(self, path: str) -> dict[str, Any]:
         """A get that must be answered with 200."""
-        answer = httpx2.get(self.url + path, timeout=self.deadline_s)
+        answer = client().get(self.url + path, timeout=self.deadline_s)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
@@ -105,7 +105,7 @@ class EngineUnderTest:
 
     def metric(self, name: str) -> float:
         """A value of /metrics, summed over its labels."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=DEADLINE_S).text
+        text = client().get(f"{self.url}/metrics", timeout=DEADLINE_S).text
         return sum(float(value) for value in re.findall(rf"^sglang:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
     def load(self, folder: Path, version: str) -> None:
@@ -131,6 +131,7 @@ class Sampled:
     def __init__(self, engine: EngineUnderTest, prompt: list[int], body: dict[str, Any]) -> None:
         meta = body["meta_info"]
         self.engine, self.prompt, self.body, self.meta = engine, prompt, body, meta
+        self._rows: dict[Path, Rows] = {}
         self.ids: list[int] = [entry[1] for entry in meta["output_token_logprobs"]]
         self.logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
         self.reason: str = meta["finish_reason"]["type"]
@@ -143,7 +144,9 @@ class Sampled:
 
     def rows(self, folder: Path) -> Rows:
         """[completion, vocabulary]: a row of logits for each id of the completion, from all before it."""
-        return self.engine.judge.logits(folder, self.prompt + self.ids)[len(self.prompt) - 1 : -1]
+        if folder not in self._rows:
+            self._rows[folder] = self.engine.judge.logits(folder, self.prompt + self.ids)[len(self.prompt) - 1 : -1]
+        return self._rows[folder]
 
     def gap(self, folder: Path, temperature: float = 1.0, start: int = 0, end: int | None = None) -> float:
         """Largest distance of the logprobs start..end from a full forward through the weights in `folder`."""
@@ -162,6 +165,12 @@ def log_softmax(rows: Rows) -> Rows:
 def chosen(rows: Rows, ids: Sequence[int]) -> list[float]:
     """log p of each id under its row of logits."""
     return [float(row[token]) for row, token in zip(log_softmax(rows), ids, strict=True)]
+
+
+@functools.cache
+def client() -> httpx2.Client:
+    """One for all calls: a client takes a tenth of a second to make. Each call connects anew, as an engine may be started again."""
+    return httpx2.Client(limits=httpx2.Limits(max_keepalive_connections=0), verify=False, trust_env=False)
 
 
 @functools.cache

@@ -69,8 +69,8 @@ class UpdateSuite:
     def test_weights_by_broadcast(self, engine: EngineUnderTest, flattened: bool) -> None:
         prompt = engine.prompt(80, 64)
         engine.generate(prompt)
-        running = self.start_long(engine, engine.prompt(81), unnamed())
         sender = Sender(engine, self.pool, f"group-{unnamed()}")
+        running = self.start_long(engine, engine.prompt(81), unnamed())
         engine.ask("/pause_generation", mode="retract")
         engine.ask("/begin_weight_update")
         first, last = halves(stored(engine.other))
