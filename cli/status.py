@@ -62,8 +62,21 @@ def role_status(name: str, url: str, kind: str = "train") -> str | None:
     except ValueError:
         return "ok"
     if name == "service" and kind == "serve":
-        return service_line(value)
-    return str(value.get("waits") or value.get("doing") or value.get("status") or "ok")
+        said = service_line(value)
+    else:
+        said = str(value.get("waits") or value.get("doing") or value.get("status") or "ok")
+    return "; ".join([said, *lost_engines(value.get("workers") or ())])
+
+
+def lost_engines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The engines that have no requests, and why."""
+    lost = [worker for worker in workers if worker["state"] != "serving"]
+    if not lost:
+        return []
+    return [
+        f"{len(workers) - len(lost)} of {len(workers)} engines serve",
+        *(f"{worker['url']} does not: {worker['why']}" for worker in lost),
+    ]
 
 
 def service_line(status: Mapping[str, Any]) -> str:

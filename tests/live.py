@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,16 @@ def wait_for(check: Any, what: str, deadline_s: float = 60.0) -> Any:
         assert time.monotonic() < deadline, f"{what}: not within {deadline_s:.0f} s"
         time.sleep(0.02)
     return value
+
+
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+    """As `wait_for`, on a loop that goes on meanwhile."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"{what}: not within {deadline_s:.0f} s") from None
 
 
 @contextmanager

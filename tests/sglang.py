@@ -111,10 +111,26 @@ def started(root: Path) -> Iterator[SglangEngines]:
             said["url"], tuple(said["workers"]), folder, other, root / "demonstrations.jsonl", process, log
         )
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
+        _end(process, announced)
+
+
+def _end(process: subprocess.Popen[bytes], announced: Path) -> None:
+    """Ctrl-C; nothing of them may be left. SGLang's processes write their titles over their environment: their sessions tell them."""
+    told = json.loads(announced.read_text())["pids"] if announced.exists() else {}
+    sessions = {session for pid in told.values() if (session := _session_of(int(pid))) is not None}
+    process.send_signal(signal.SIGINT)
+    try:
+        status = process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    assert status == 0, f"`palestra engine serve` ended with {status}"
+    left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) in sessions]
+    assert left == [], f"{left} outlived `palestra engine serve`"
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None

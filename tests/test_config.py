@@ -162,6 +162,7 @@ def consumed_names() -> set[str]:
 READ_INSIDE = {
     "schedule.kind": "staleness",
     "schedule.max_staleness": "staleness",
+    "schedule.publish_every": "publish_steps",
     "algo.max_turns": "limits",
     "algo.episode_deadline_s": "limits",
     "algo.temperature": "sampling",

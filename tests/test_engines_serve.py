@@ -25,6 +25,7 @@ from palestra.server.config import EngineSection
 from tests import jobs
 from tests.fakes import engine_env, standin_engine
 from tests.live import wait_for
+from tests.sglang import WINDOW, SglangEngines
 from tests.test_engines_fleet import MARK, marked, pid_of
 
 
@@ -258,44 +259,18 @@ def test_engines_of_others_are_used_and_left_running(model: Path, env: Path, tmp
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(600)
-def test_real_engines_generate_come_back_and_leave_nothing(tmp_path: Path) -> None:
-    """One start of two SGLang engines behind sglang-router."""
-    from tests.sglang import engine_environment
-    from tests.tiny import make_tiny_moe
-
-    folder = make_tiny_moe(tmp_path / "moe", 1, max_position_embeddings=2048, initializer_range=0.1)
-    announced = tmp_path / "told.json"
-    words = ("--num", "2", "--env", engine_environment(), "--max-total-tokens", "8192", "--log", tmp_path / "log")
-    process = jobs.start("engine", "serve", folder, *words, "--announce", announced, env={MARK: "real"})
-    try:
-        wait_for(lambda: announced.exists() or process.poll() is not None, "two SGLang engines and their router", 300)
-        assert process.poll() is None, process.communicate()
-        told = json.loads(announced.read_text())
-        for pool in told["pools"].values():
-            assert pool == {"tokens": 8192, "requests": 64, "context": 2048}
-        assert len(generated(told["url"])) == 4
-        sessions = {name: os.getsid(pid) for name, pid in told["pids"].items()}
-        for name in ("router", "engine-1"):
-            os.kill(told["pids"][name], signal.SIGKILL)
-        wait_for(lambda: back(announced, told), "the engine and the router are back", 300)
-        again = json.loads(announced.read_text())
-        assert (again["url"], again["workers"]) == (told["url"], told["workers"])
-        wait_for(lambda: router_lacks(told["url"], told["workers"], 5) == [], "the router has both engines", 60)
-        assert generated(told["url"]) == generated(told["workers"][1]) == generated(told["workers"][0])
-        sessions |= {f"{name} again": os.getsid(pid) for name, pid in again["pids"].items()}
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    assert process.returncode == 0, out
-    assert "8,192 tokens of cache, 64 requests at a time, 2,048 tokens a request" in out
-    assert marked("real") == []
-    # SGLang's processes write their titles over their environment: their sessions tell them.
-    left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if session_of(pid) in sessions.values()]
-    assert left == []
+def test_real_engines_are_announced_with_their_pools_and_answer_alike(sglang_engines: SglangEngines) -> None:
+    """That they come back after a death is in test_sglang_faults.py; that nothing of them is left is looked at when they end."""
+    told = json.loads(sglang_engines.announced.read_text())
+    assert list(told["pools"]) == list(sglang_engines.workers)
+    for pool in told["pools"].values():
+        assert pool == {"tokens": 16_384, "requests": 64, "context": WINDOW}
+    assert "16,384 tokens of cache, 64 requests at a time, 2,048 tokens a request" in sglang_engines.log.read_text()
+    for worker in sglang_engines.workers:
+        sglang_engines.restored(worker)
+    first, *others = (generated(url) for url in (sglang_engines.router, *sglang_engines.workers))
+    assert len(first) == 4
+    assert others == [first, first]
 
 
 def generated(url: str) -> list[int]:
@@ -308,16 +283,3 @@ def generated(url: str) -> list[int]:
     )
     with standin_engine.OPENER.open(request, timeout=60) as answer:
         return list(json.loads(answer.read())["output_ids"])
-
-
-def back(announced: Path, before: dict[str, Any]) -> bool:
-    """Whether the command says that engine-1 and the router run under other pids."""
-    pids = json.loads(announced.read_text())["pids"]
-    return all(pids.get(name) not in (None, before["pids"][name]) for name in ("router", "engine-1"))
-
-
-def session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None

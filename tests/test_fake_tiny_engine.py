@@ -25,10 +25,7 @@ def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TestTiny(EngineSuite):
-    """All of the suite but broadcasts: with both ranks in one process, gloo's teardown of one waits for the other under the same GIL."""
-
-    test_weights_by_broadcast = None  # type: ignore[assignment]
-    test_an_interrupted_broadcast_can_be_done_again = None  # type: ignore[assignment]
+    """All of the suite; in a weight group both ranks are of this process."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -166,7 +166,7 @@ async def test_each_application_answers_behind_its_own_door() -> None:
         ({"algo": {}}, "unknown field algo"),
         ({"schedule": {"kind": "sync"}}, "unknown field schedule.kind"),
         ({"run": {"steps": 3}}, "unknown field run.steps"),
-        ({"sglang": {}}, "not built: .*sglang"),
+        ({"sglang": {"x": 1}}, "it needs rollout.engine = .sglang."),
         ({"serve": {"port": 70000}}, "serve.port.*got 70000"),
         ({"serve": {"temperature": 0}}, 'needs serve.sampling = "free"'),
         ({"serve": {"sampling": "greedy"}}, "serve.sampling"),

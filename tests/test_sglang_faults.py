@@ -165,4 +165,4 @@ def test_engines_with_another_model_are_refused_in_one_line(sglang_engines: Sgla
     with pytest.raises(EngineError, match=r"Qwen3MoeForCausalLM.*LlamaForCausalLM|LlamaForCausalLM.*Qwen3Moe") as told:
         asyncio.run(start())
     assert len(str(told.value).splitlines()) == 1
-    assert str(sglang_engines.workers[0]) in str(told.value)
+    assert any(worker in str(told.value) for worker in sglang_engines.workers)

@@ -24,7 +24,8 @@ OWN_SECTIONS = (TrainConfig, OptimConfig, AlgoConfig, WeightsConfig, SftConfig)
         (AlgoConfig, {"estimator": "ppo"}, "not built: algo.estimator = 'ppo'; use 'grpo'"),
         (AlgoConfig, {"top_p": 0.9, "ratio_correction": "tis"}, "not built: algo.ratio_correction, algo.top_p"),
         (WeightsConfig, {"transport": "nccl"}, "not built: weights.transport = 'nccl'; use 'disk' or 'tensor'"),
-        (WeightsConfig, {"mode": "delta"}, "not built: weights.mode"),
+        (WeightsConfig, {"mode": "delta", "transport": "tensor"}, "needs weights.transport"),
+        (WeightsConfig, {"t0_s": 1.0}, "not built: weights.t0_s"),
         (SftConfig, {}, "data"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,12 @@ TOKENS = 300
 
 
 @pytest.fixture
-def workers(sglang_engines: SglangEngines) -> Iterator[tuple[str, ...]]:
-    """Both engines, with the weights that they were started with, before and after."""
+def workers(sglang_engines: SglangEngines) -> tuple[str, ...]:
+    """Both engines, with the weights that they were started with."""
     for worker in sglang_engines.workers:
         wait_for(lambda worker=worker: worker in sglang_engines.healthy(), f"{worker} in the router", 150)
         sglang_engines.restored(worker)
-    yield sglang_engines.workers
-    for worker in sglang_engines.healthy():
-        sglang_engines.restored(worker)
+    return sglang_engines.workers
 
 
 @pytest.fixture(scope="module")

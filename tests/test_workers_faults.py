@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -23,6 +23,7 @@ from palestra.server.workers.types import EnginePlace, Weights, Worker, WorkerSt
 from tests.fakes.engine import Fail, FakeEngine, Say, listening
 from tests.fakes.router import FakeRouter
 from tests.fakes.wire import Wire, wired
+from tests.live import until
 
 PROMPT = list(range(30, 40))
 PLAIN = EngineSampling(1.0, 20, ())
@@ -68,14 +69,6 @@ class Field:
 
 
 SERVING, OUT = WorkerState.SERVING, WorkerState.QUARANTINED
-
-
-async def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
-    """Polls; fails with `what` at the deadline."""
-    async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert condition(), what
 
 
 @asynccontextmanager

@@ -113,7 +113,12 @@ class Groups:
 
 
 async def _unless_left(name: str, group: _Group, work: Callable[[], T]) -> T:
-    """An abort of gloo does not end the wait of its own side, so that is watched here; its thread goes at the group's timeout."""
+    """Ends with an error when the group is left meanwhile, which gloo itself would not do.
+
+    In torch 2.13 gloo's `abort` ends the wait of neither side. Connections close when the last reference to the process group goes, and
+    dropping that blocks while an operation waits. So the thread is left to itself with that reference: its wait ends at the group's timeout,
+    or as soon as rank 0 drops its own end.
+    """
     working, left = asyncio.ensure_future(aside(work)), asyncio.ensure_future(group.left.wait())
     try:
         await asyncio.wait({working, left}, return_when=asyncio.FIRST_COMPLETED)

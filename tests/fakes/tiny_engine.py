@@ -1,184 +1,154 @@
 """An engine in this process with a small numpy model (`tests/fakes/tiny_model.py`), behind the surface that real ones have.
 
-The surface, the loop and the ways of weights are those of the embedded engine; computing, caching and scheduling are written here, as
-plainly as they can be. It starts in milliseconds, and a long completion takes half a second.
+It starts in milliseconds, really samples, caches and changes weights, and passes the suite of all engines. What it shares with the embedded
+engine is how bodies are read and answers written, and the search for stop texts; the loop (`tiny_core`), drawing (`tiny_draw`) and weights
+(`tiny_updates`) are its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
-import uvicorn
+import orjson
+from aiohttp import web
+from pydantic import ValidationError
 
-from palestra.server.embedded.app import Api
-from palestra.server.embedded.core import Core, Finished
-from palestra.server.embedded.engine import Engine
-from palestra.server.embedded.jobs import Job
-from palestra.server.embedded.sampling import draw
-from palestra.server.embedded.stops import StopWatch, Texts
-from palestra.server.embedded.types import EngineOptions, GenerateCall
-from palestra.server.embedded.weights import WeightViews
-from palestra.server.ready import ReadyServer
-from tests.fakes.tiny_model import WIDTH, Floats, log_softmax, next_logits, values
+from palestra.server.embedded import wire, wire_weights
+from palestra.server.embedded.types import EmbeddedError, RequestRefused
+from tests.fakes.tiny_core import TinyCore
+from tests.fakes.tiny_updates import TinyUpdates, read_folder
 
 PACE_S = 0.001
-"""What a step takes at least: tests catch long completions in the middle."""
+MAX_RUNNING = 64
 WAIT_S = 30.0
+Body = TypeVar("Body", bound=wire.Wire)
 
 
-class Known:
-    """What the engine remembers of sequences that ended or were retracted."""
+class Surface:
+    """The paths."""
 
-    page_size = 1
+    def __init__(self, core: TinyCore, config: dict[str, Any], folder: Path) -> None:
+        self._core, self._folder = core, folder
+        self._vocab, self._window = int(config["vocab_size"]), int(config["max_position_embeddings"])
+        self._ends = frozenset([int(config["eos_token_id"])])
+        self._updates = TinyUpdates(core)
 
-    def __init__(self) -> None:
-        self._kept: list[tuple[str, list[int], Floats]] = []
+    def app(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=1 << 30, middlewares=[_refusals])
+        updates = self._updates
+        posts = {
+            "/generate": self._generate,
+            "/abort_request": self._abort,
+            "/pause_generation": self._does(wire.PauseBody, lambda body: self._core.pause(body.mode)),
+            "/continue_generation": self._does(wire.EmptyBody, lambda body: self._core.resume()),
+            "/flush_cache": self._does(wire.EmptyBody, lambda body: self._core.flush()),
+            "/begin_weight_update": self._does(wire_weights.VersionBody, lambda body: updates.begin()),
+            "/end_weight_update": self._does(wire_weights.VersionBody, lambda body: updates.end(body.weight_version)),
+            "/update_weights_from_disk": self._does(wire_weights.DiskBody, updates.from_disk),
+            "/update_weights_from_tensor": self._does(wire_weights.TensorBody, updates.from_tensors),
+            "/update_weights_from_distributed": self._does(wire_weights.BroadcastBody, updates.from_group),
+            "/init_weights_update_group": self._does(wire_weights.GroupBody, updates.join),
+            "/destroy_weights_update_group": self._does(
+                wire_weights.LeaveBody, lambda body: updates.leave(body.group_name)
+            ),
+            "/weights_checker": self._check,
+        }
+        for path, handler in posts.items():
+            app.router.add_post(path, handler)
+        for path in ("/health", "/model_info", "/server_info", "/v1/loads"):
+            app.router.add_get(path, self._describe)
+        app.router.add_get("/metrics", self._metrics)
+        return app
 
-    def __len__(self) -> int:
-        return sum(len(cache) for _, _, cache in self._kept)
+    def _does(
+        self, kind: type[Body], work: Callable[[Body], Awaitable[None] | None]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """A path that does something and says which version is in force then."""
 
-    def keep(self, key: str, ids: list[int], cache: Floats) -> None:
-        """Remembers the values of the leading ids."""
-        self._kept.append((key, ids[: len(cache)], cache))
+        async def handler(request: web.Request) -> web.Response:
+            if (waits := work(await _read(request, kind))) is not None:
+                await waits
+            return _json({"success": True, "message": "ok", "weight_version": self._core.version})
 
-    def find(self, key: str, ids: list[int], most: int) -> Floats:
-        """Values of the longest known beginning, of at most `most` ids."""
-        best: Floats = np.zeros((0, WIDTH), np.float32)
-        for other, kept, cache in self._kept:
-            if other == key:
-                same = next(
-                    (n for n, (a, b) in enumerate(zip(kept, ids, strict=False)) if a != b), min(len(kept), len(ids))
-                )
-                if min(same, most) > len(best):
-                    best = cache[: min(same, most)]
-        return best
+        return handler
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self._kept.clear()
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await _read(request, wire.GenerateBody)
+        sizes = {"vocab_size": self._vocab, "context_length": self._window}
+        call = wire.to_call(body, **sizes, end_ids=self._ends, allow_forced=False)
+        if call.want_experts:
+            raise RequestRefused("return_routed_experts: this model has no experts")
+        result = await self._core.generate(call)
+        return _json(wire.to_answer(call, result, self._core.version, 0.0, logprobs=body.return_logprob))
 
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await _read(request, wire.AbortBody)
+        ended = self._core.abort(lambda live: body.abort_all or live.call.rid == body.rid)
+        return _json({"success": True, "aborted": ended})
 
-class Desk:
-    """Who runs and who waits, in order of arrival."""
+    async def _check(self, request: web.Request) -> web.Response:
+        await _read(request, wire_weights.CheckBody)
+        return _json({"success": True, "ranks": [{"checksums": self._updates.checksums()}]})
 
-    def __init__(self, max_running: int, max_tokens: int) -> None:
-        self.max_running, self.max_tokens = max_running, max_tokens
-        self.queue: list[Job] = []
-        self.running: list[Job] = []
-        self.store = Known()
-
-    def add(self, job: Job) -> None:
-        """Queues a job."""
-        self.queue.append(job)
-        self.queue.sort(key=lambda other: other.order)
-
-
-class TinyCore:
-    """What `Engine` asks of a core, over the numpy model."""
-
-    def __init__(self, options: EngineOptions, pace_s: float) -> None:
-        from safetensors.numpy import load_file
-
-        folder = Path(options.model_path)
-        config = json.loads((folder / "config.json").read_text())
-        self.weights: dict[str, Floats] = load_file(folder / "model.safetensors")
-        # The views share memory with numpy's arrays: what they put in is what is computed with.
-        parameters = [(name, torch.from_numpy(array)) for name, array in self.weights.items()]
-        module = SimpleNamespace(
-            named_parameters=lambda remove_duplicate: [(n, SimpleNamespace(data=t)) for n, t in parameters]
+    async def _describe(self, request: web.Request) -> web.Response:
+        core, room = self._core, MAX_RUNNING * self._window
+        load = {
+            "num_running_reqs": len(core.running),
+            "num_waiting_reqs": len(core.queue),
+            "max_running_requests": core.max_running,
+            "max_total_num_tokens": room,
+            "token_usage": sum(len(live.tokens) for live in core.running) / room,
+        }
+        return _json(
+            {
+                "model_path": str(self._folder),
+                "weight_version": core.version,
+                "vocab_size": self._vocab,
+                "context_length": self._window,
+                "max_total_num_tokens": room,
+                "loads": [load],
+            }
         )
-        self.views = WeightViews(module, options.model_path)
-        self.model = SimpleNamespace(vocab_size=config["vocab_size"], shape=SimpleNamespace(top_k=0))
-        self.context_length = options.context_length or config["max_position_embeddings"]
-        self.scheduler = Desk(options.max_running, 32 * self.context_length)
-        self.texts = Texts(options.model_path)
-        self.version, self.epoch, self._pace_s = "default", 0, pace_s
-        self.generated = self.prompted = self.cached = 0
-        self._caches: dict[Job, Floats] = {}
 
-    def job(self, call: GenerateCall, order: int) -> Job:
-        """See `Core`."""
-        watch = StopWatch(call.stop, self.texts.decode, len(call.prompt)) if call.stop else None
-        return Job(call, order, watch)
+    async def _metrics(self, request: web.Request) -> web.Response:
+        core = self._core
+        values = {
+            "num_running_reqs": len(core.running),
+            "num_queue_reqs": len(core.queue),
+            "generation_tokens_total": core.generated,
+            "prompt_tokens_total": core.prompted,
+            "cached_tokens_total": core.reused,
+        }
+        return web.Response(text="".join(f"sglang:{name} {value}\n" for name, value in values.items()))
 
-    def step(self) -> list[Finished]:
-        """Every running request is read to its end and gets a token."""
-        time.sleep(self._pace_s)
-        desk = self.scheduler
-        while desk.queue and len(desk.running) < desk.max_running:
-            self._start(desk.queue.pop(0))
-        finished = []
-        for job in list(desk.running):
-            cache = self._caches[job]
-            fresh = values(self.weights, job.tokens[len(cache) :])
-            self._caches[job] = cache = np.concatenate([cache, fresh])
-            self._score(job, cache)
-            if not job.call.max_new_tokens:
-                job.versions = [(self.version, 0, 0)]
-                finished.append(self.finish(job, {"type": "length", "length": 0}))
-                continue
-            drawn = draw(torch.from_numpy(next_logits(self.weights, cache))[None], [job.wish()])
-            self.generated += 1
-            if reason := job.append(drawn.ids[0], drawn.logprobs[0], self.version, drawn.tops[0]):
-                finished.append(self.finish(job, reason))
-        return finished
 
-    def finish(self, job: Job, reason: dict[str, Any]) -> Finished:
-        """See `Core`."""
-        if job in self.scheduler.running:
-            self._release(job)
-        else:
-            self.scheduler.queue.remove(job)
-        return job, job.result(reason)
+@web.middleware
+async def _refusals(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except EmbeddedError as fault:
+        return _json({"success": False, "message": str(fault)}, fault.status)
 
-    def retract_all(self) -> None:
-        """See `Core`."""
-        for job in list(self.scheduler.running):
-            self._release(job)
-            job.retractions += 1
-            self.scheduler.add(job)
 
-    def load(self, tensors: dict[str, torch.Tensor], version: str) -> None:
-        """See `Core`."""
-        self.views.load(tensors)
-        self.scheduler.store.clear()
-        self.version, self.epoch = version, self.epoch + 1
+async def _read(request: web.Request, kind: type[Body]) -> Body:
+    try:
+        return kind.model_validate_json(await request.read() or b"{}")
+    except ValidationError as fault:
+        raise RequestRefused(wire.explain(fault)) from fault
 
-    def _start(self, job: Job) -> None:
-        job.started_running()
-        most = len(job.tokens) - 1
-        if job.unscored < len(job.call.prompt):
-            most = min(most, job.call.input_from)
-        found = self.scheduler.store.find(job.call.extra_key, job.tokens, most)
-        if job.cached is None:
-            job.cached = len(found)
-            self.cached += len(found)
-            self.prompted += len(job.call.prompt)
-        job.epoch, self._caches[job] = self.epoch, found
-        self.scheduler.running.append(job)
 
-    def _release(self, job: Job) -> None:
-        self.scheduler.running.remove(job)
-        cache = self._caches.pop(job)
-        if job.epoch == self.epoch:
-            self.scheduler.store.keep(job.call.extra_key, job.tokens, cache)
-
-    def _score(self, job: Job, cache: Floats) -> None:
-        for place in range(job.unscored, len(job.call.prompt)):
-            row = log_softmax(next_logits(self.weights, cache[:place]))
-            job.scored.append(float(row[job.call.prompt[place]]))
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,42 +161,35 @@ class TinyEngine:
 
 
 @contextmanager
-def tiny_engine(folder: Path, *, pace_s: float = PACE_S, **options: Any) -> Iterator[TinyEngine]:
-    """Serves a folder of `make_tiny_numpy` on a loopback port, from a thread of this process; `options` are `EngineOptions`."""
-    settings = EngineOptions(str(folder), **options)
-    core, ready = TinyCore(settings, pace_s), threading.Event()
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        stops: list[Callable[[], None]] = []
-        main = _serve(core, settings, listener, ready, stops)
-        thread = threading.Thread(target=asyncio.run, args=(main,), daemon=True, name="tiny-engine")
-        thread.start()
-        assert ready.wait(WAIT_S), "the tiny engine did not start"
-        try:
-            yield TinyEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", core)
-        finally:
-            for stop in stops:
-                stop()
-            thread.join(WAIT_S)
-            assert not thread.is_alive(), "the tiny engine did not end"
+def tiny_engine(folder: Path, *, pace_s: float = PACE_S, max_running: int = MAX_RUNNING) -> Iterator[TinyEngine]:
+    """Serves a folder of `make_tiny_numpy` on a loopback port, from a thread of this process. `pace_s`: what a step takes at least."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True, name="tiny-engine")
+    thread.start()
 
+    async def start() -> tuple[TinyEngine, web.AppRunner, asyncio.Task[None]]:
+        core = TinyCore(folder, read_folder(folder), max_running=max_running, pace_s=pace_s)
+        surface = Surface(core, json.loads((folder / "config.json").read_text()), folder)
+        # A client that leaves ends its request, as with a real engine.
+        runner = web.AppRunner(surface.app(), handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        engine = TinyEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", core)
+        return engine, runner, asyncio.create_task(core.run())
 
-async def _serve(
-    core: TinyCore,
-    options: EngineOptions,
-    listener: socket.socket,
-    ready: threading.Event,
-    stops: list[Callable[[], None]],
-) -> None:
-    engine = Engine(cast(Core, core), 1)
-    api, work = Api(engine, options), asyncio.create_task(engine.run())
-    config = uvicorn.Config(api.app(), access_log=False, log_level="warning", timeout_graceful_shutdown=1)
-    server, loop = ReadyServer(config, ready.set), asyncio.get_running_loop()
-
-    def stop() -> None:
-        server.should_exit = True
+    async def stop(runner: web.AppRunner, work: asyncio.Task[None]) -> None:
+        core.abort(lambda live: True)
+        await runner.cleanup()
         work.cancel()
-        api.updates.close()
+        await asyncio.wait([work])
 
-    stops.append(lambda: loop.call_soon_threadsafe(stop) and None)
-    await server.serve(sockets=[listener])
-    await asyncio.wait({work})
+    engine, runner, work = asyncio.run_coroutine_threadsafe(start(), loop).result(WAIT_S)
+    core = engine.core
+    try:
+        yield engine
+        assert not work.done(), "the fake engine's loop has ended"
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(runner, work), loop).result(WAIT_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+        loop.close()
