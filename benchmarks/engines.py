@@ -7,8 +7,10 @@ of any policy for the length of a block. It waits for pip, and for processes to 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -18,15 +20,14 @@ import httpx2 as httpx
 
 from benchmarks.gateway_procs import Process, ProcessDesk
 from palestra.cli.engines.commands import engine_commands, router_command
-from palestra.cli.engines.environment import find
+from palestra.cli.engines.environment import VARIABLE, find
 from palestra.cli.engines.options import known
 from palestra.cli.engines.ports import free_ports
-from palestra.cli.engines.types import EngineCommand, EngineEnvironment, EngineGroup, Topology
+from palestra.cli.engines.types import EngineCommand, EngineEnvironment, EngineGroup, EngineSetupError, Topology
 from palestra.server.workers.types import EnginePlace
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".bench"
-ENVIRONMENT = ROOT / ".engine"
 START_S, ROUTER_S = 240.0, 60.0
 
 
@@ -44,11 +45,14 @@ class Engines:
         self.urls: list[str] = []
 
     def install(self) -> None:
-        """The engines' environment: what PALESTRA_ENGINE_ENV or .engine has, made where there is none."""
-        command = [sys.executable, "-m", "palestra.cli.main", "engine", "install", "--cpu", "--into", str(ENVIRONMENT)]
-        if not _has_environment():
+        """The engines' environment: what PALESTRA_ENGINE_ENV names, or .engine in the checkout, made where it is not whole."""
+        place = os.environ.get(VARIABLE) or str(ROOT / ".engine")
+        try:
+            self.environment = find(place)
+        except EngineSetupError:
+            command = [sys.executable, "-m", "palestra.cli.main", "engine", "install", "--cpu", "--into", place]
             subprocess.run(command, check=True, stdout=sys.stderr)
-        self.environment = find(None if not ENVIRONMENT.is_dir() else str(ENVIRONMENT))
+            self.environment = find(place)
 
     def start(self) -> None:
         """Starts what does not run yet.
@@ -96,13 +100,7 @@ class Engines:
             self.desk.end(process)
 
 
-def _has_environment() -> bool:
-    return (ENVIRONMENT / "palestra-engine.json").is_file()
-
-
 def _wait_for_workers(router: str, number: int) -> None:
-    import time
-
     deadline = time.monotonic() + ROUTER_S
     while True:
         listed = json.loads(httpx.get(f"{router}/workers", timeout=5).content)["workers"]

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -17,6 +18,7 @@ GROUPS, SIZE = 8, 8
 PROMPT, SAMPLED, ADDED = 300, 16, 60
 """Tokens of a first prompt, of a reply, and of what comes between two turns."""
 REPLY_S = 120.0
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +83,27 @@ class RawSessions:
 
     async def _group(self, http: aiohttp.ClientSession, cell: Cell, number: int) -> list[list[Call]]:
         self._seed += 1
-        draw = random.Random(self._seed)
+        name, draw = f"g{self._seed}", random.Random(self._seed)
         prompt = [draw.randrange(10, self.vocab) for _ in range(PROMPT)]
-        begun = [asyncio.Event() for _ in range(SIZE)]
-        sessions = [
-            asyncio.create_task(self._session(http, cell, f"g{self._seed}", i, prompt, begun[i])) for i in range(1)
-        ]
+        begun = asyncio.Event()
+
+        def start(index: int) -> asyncio.Task[list[Call]]:
+            return asyncio.create_task(self._session(http, cell, name, index, prompt, begun))
+
+        sessions = [start(0)]
         if cell.leader_first:
-            await begun[0].wait()
-        sessions += [
-            asyncio.create_task(self._session(http, cell, f"g{self._seed}", i, prompt, begun[i]))
-            for i in range(1, SIZE)
-        ]
+            await begun.wait()
+        sessions += [start(index) for index in range(1, SIZE)]
         return list(await asyncio.gather(*sessions))
+
+    async def _answer(self, http: aiohttp.ClientSession, body: Any, headers: dict[str, str]) -> Any:
+        """A router whose retries are off answers 500 where an engine has just closed an idle connection: such a call is made again."""
+        for attempt in range(ATTEMPTS):
+            async with http.post(f"{self.router}/generate", json=body, headers=headers) as reply:
+                if reply.status != 500 or attempt == ATTEMPTS - 1:
+                    reply.raise_for_status()
+                    return await reply.json()
+        raise AssertionError("the last attempt returns or raises")
 
     async def _session(
         self, http: aiohttp.ClientSession, cell: Cell, group: str, index: int, prompt: list[int], begun: asyncio.Event
@@ -106,9 +116,7 @@ class RawSessions:
             params = {"temperature": 1.0, "max_new_tokens": SAMPLED, "ignore_eos": True}
             body = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
             try:
-                async with http.post(f"{self.router}/generate", json=body, headers=headers) as reply:
-                    reply.raise_for_status()
-                    answer = await reply.json()
+                answer = await self._answer(http, body, headers)
             finally:
                 begun.set()
             calls.append(Call(len(ids), answer["meta_info"]["cached_tokens"], len(answer["output_ids"])))

@@ -23,6 +23,8 @@ from tests.live import wait_for
 from tests.tinyrun import make_calculator_moe, write_demonstrations
 
 START_S = 240.0
+BACK_S = 150.0
+"""An engine that died is started again, loads its model and is in the router within this time."""
 WINDOW = 2048
 
 
@@ -62,9 +64,16 @@ class SglangEngines:
             return []
         return sorted(worker["url"] for worker in listed if worker["is_healthy"])
 
-    def restored(self, worker: str, version: str = "0") -> None:
-        """Gives an engine the weights of `folder` and lets it run."""
-        body = {"model_path": str(self.folder), "weight_version": version, "flush_cache": True}
+    def fresh(self) -> tuple[str, ...]:
+        """Both engines, in the router, with the weights that they were started with."""
+        for worker in self.workers:
+            wait_for(lambda worker=worker: worker in self.healthy(), f"{worker} in the router", BACK_S)
+            self.restored(worker)
+        return self.workers
+
+    def restored(self, worker: str) -> None:
+        """Gives an engine the weights of `folder`, as version 0, and lets it run."""
+        body = {"model_path": str(self.folder), "weight_version": "0", "flush_cache": True}
         httpx.post(f"{worker}/continue_generation", json={}, timeout=60).raise_for_status()
         httpx.post(f"{worker}/update_weights_from_disk", json=body, timeout=60).raise_for_status()
 
@@ -93,7 +102,7 @@ def started(root: Path) -> Iterator[SglangEngines]:
     command = [
         *(sys.executable, "-m", "palestra.cli.main", "engine", "serve", folder, "--num", "2"),
         *("--env", engine_environment(), "--announce", announced, "--context-len", str(WINDOW)),
-        *("--max-total-tokens", "16384"),
+        *("--max-total-tokens", "16384", "--log", root / "log"),
     ]
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -4,71 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from multiprocessing.shared_memory import SharedMemory
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
 import numpy as np
 import pytest
 
-from tests.conformance.engine import EngineSuite
+from tests.conformance.engine import ChecksIds, EngineSuite
 from tests.conformance.engine_kit import DEADLINE_S, LONG, EngineUnderTest, reference, stored, wait_until
-from tests.tiny import make_tiny_llama, make_tiny_moe
+from tests.embedded import PAGE, SEGMENTS, WINDOW, blob, damaged, serve, split
 
 pytestmark = pytest.mark.walk
-PAGE = 8
-WINDOW = 2048
 
 
-@contextmanager
-def process(folder: Path, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A served engine and its URL; it is gone at the end."""
-    command = [
-        sys.executable,
-        "-m",
-        "palestra.server.embedded",
-        "--model-path",
-        str(folder),
-        "--num-threads",
-        "1",
-        *flags,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    with (
-        log.open("w") as err,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=env) as child,
-    ):
-        try:
-            assert child.stdout is not None
-            line = child.stdout.readline()  # ends with the process, if that dies first
-            assert line, log.read_text()
-            url = json.loads(line)["url"]
-            wait_until(lambda: httpx2.get(f"{url}/health").status_code == 200, "health")
-            yield child, url
-        finally:
-            child.kill()
-            child.wait(DEADLINE_S)
-
-
-def serve(family: str, tmp: Path) -> Iterator[EngineUnderTest]:
-    make = {"moe": make_tiny_moe, "llama": make_tiny_llama}[family]
-    one = make(tmp / "one", seed=1, max_position_embeddings=WINDOW, initializer_range=0.1)
-    other = make(tmp / "other", seed=2, max_position_embeddings=WINDOW, initializer_range=0.1)
-    vocab = json.loads((one / "config.json").read_text())["vocab_size"]
-    with process(one, tmp / "log", "--page-size", str(PAGE), "--allow-forced-ids", "--max-running", "64") as (_, url):
-        yield EngineUnderTest(url, one, other, vocab, PAGE, payloads=WAYS, single="model.norm.weight")
-
-
-class TestMoe(EngineSuite):
+class TestMoe(ChecksIds, EngineSuite):
     """The common suite, and what the embedded engine does beyond it."""
 
     @pytest.fixture(scope="class")
@@ -144,7 +96,7 @@ class TestMoe(EngineSuite):
         future = self.start_long(engine, engine.prompt(26), "retracted")
         engine.ask("/pause_generation", mode="retract")
         fresh = self.pool.submit(engine.generate, engine.prompt(27), rid="fresh")
-        wait_until(lambda: engine.metric("num_queue_reqs") == 2, "both to queue")
+        engine.wait_for_queued(2)
         assert engine.metric("num_running_reqs") == 0
         assert engine.ask("/abort_request", rid="retracted")["aborted"] == 1
         sampled = future.result(DEADLINE_S)
@@ -222,16 +174,16 @@ class TestMoe(EngineSuite):
         assert engine.generate(engine.prompt(34)).spans == [(self.base, 0, 16)]
 
     def test_a_client_that_has_gone_is_dropped(self, engine: EngineUnderTest) -> None:
-        before = engine.metric("generation_tokens_total")
+        before = engine.progress()
         body = json.dumps(
             {"input_ids": engine.prompt(35), "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
         )
         address = urlsplit(engine.url)
         with socket.create_connection((address.hostname, address.port)) as client:
             client.sendall(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-            wait_until(lambda: engine.metric("generation_tokens_total") >= before + 8, "the first tokens")
+            wait_until(lambda: engine.progress() >= before + 8, "the first tokens")
         wait_until(lambda: engine.metric("num_running_reqs") == 0, "the request to be dropped")
-        assert engine.metric("generation_tokens_total") < before + LONG
+        assert engine.progress() < before + LONG
 
     def test_one_rid_once(self, engine: EngineUnderTest) -> None:
         self.start_long(engine, engine.prompt(36), "twin")
@@ -247,10 +199,10 @@ class TestMoe(EngineSuite):
         assert (experts(sampled.meta) == routed(engine.folder, prompt + sampled.ids)).all()
 
     def test_a_retracted_request_has_each_tokens_experts_once(self, engine: EngineUnderTest) -> None:
-        before = engine.metric("generation_tokens_total")
+        before = engine.progress()
         prompt, more = engine.prompt(41, 50), {"return_routed_experts": True}
         future = self.pool.submit(engine.generate, prompt, max_new_tokens=400, more=more)
-        wait_until(lambda: engine.metric("generation_tokens_total") >= before + 8, "the first tokens")
+        wait_until(lambda: engine.progress() >= before + 8, "the first tokens")
         engine.load(engine.other, "other")
         sampled = future.result(DEADLINE_S)
         assert len(sampled.spans) == 2
@@ -259,7 +211,7 @@ class TestMoe(EngineSuite):
         assert (found == routed(engine.other, prompt + sampled.ids)).all()
 
 
-class TestLlama(EngineSuite):
+class TestLlama(ChecksIds, EngineSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
@@ -284,29 +236,6 @@ class TestLlama(EngineSuite):
         )
 
 
-def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """As safetensors within the body."""
-    return {"serialized_named_tensors": [blob(dict(tensors))], "load_format": "safetensors"}
-
-
-def by_segment(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Through a segment of shared memory that is overwritten as soon as it may be: before the next one is made."""
-    for old in SEGMENTS:
-        old.buf[:] = bytes(len(old.buf))
-    slots, at = [], 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        slots.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": at})
-        at += tensor.nbytes
-    segment = SharedMemory(create=True, size=at)
-    SEGMENTS.append(segment)
-    for slot, tensor in zip(slots, tensors.values(), strict=True):
-        segment.buf[slot["offset"] : slot["offset"] + tensor.nbytes] = tensor.contiguous().numpy().tobytes()
-    told = {"shm": segment.name, "nbytes": at, "tensors": slots}
-    text = base64.b64encode(json.dumps(told).encode()).decode()
-    return {"serialized_named_tensors": [text], "load_format": "shared_memory"}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def segments_go() -> Iterator[None]:
     """They are the sender's, and are still there when the engine has ended."""
@@ -316,10 +245,6 @@ def segments_go() -> Iterator[None]:
         assert Path("/dev/shm", segment.name).exists()
         segment.close()
         segment.unlink()
-
-
-SEGMENTS: list[SharedMemory] = []
-WAYS = {"safetensors": by_value, "shared memory": by_segment}
 
 
 def experts(meta: dict[str, Any]) -> Any:
@@ -341,39 +266,3 @@ def routed(folder: Path, ids: list[int]) -> Any:
     for hook in hooks:
         hook.remove()
     return torch.stack(picked, 1).numpy()
-
-
-def blob(tensors: dict[str, Any]) -> str:
-    from safetensors.torch import save
-
-    return base64.b64encode(save(tensors)).decode()
-
-
-def split(folder: Path, parts: int) -> list[str]:
-    items = list(stored(folder).items())
-    return [blob(dict(items[part::parts])) for part in range(parts)]
-
-
-def damaged(source: Path, target: Path, damage: str) -> Path:
-    """A copy of a model folder with one fault."""
-    import torch
-    from safetensors.torch import save_file
-
-    shutil.copytree(source, target)
-    file = target / "model.safetensors"
-    tensors = stored(source)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    if damage == "shape":
-        tensors[name] = tensors[name][:-1].clone()
-    elif damage == "missing":
-        del tensors[name]
-    elif damage == "unknown":
-        tensors["model.layers.9.self_attn.q_proj.weight"] = tensors[name].clone()
-    elif damage == "nan":
-        tensors[name][0, 0] = torch.nan
-    save_file(tensors, file)
-    if damage == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif damage == "empty":
-        file.unlink()
-    return target

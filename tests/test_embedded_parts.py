@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
+import torch.distributed as dist
 
 from palestra.server.embedded.app import Api
 from palestra.server.embedded.core import Core, Finished
 from palestra.server.embedded.engine import Engine
+from palestra.server.embedded.groups import GroupPlace, Groups
 from palestra.server.embedded.jobs import Job
 from palestra.server.embedded.prefixes import PrefixStore
-from palestra.server.embedded.types import EngineDied, EngineOptions, GenerateCall, RequestRefused
+from palestra.server.embedded.types import (
+    EngineDied,
+    EngineOptions,
+    GenerateCall,
+    RequestRefused,
+    TensorSlot,
+    WeightsRefused,
+)
 from palestra.server.embedded.workspace import CacheShape, Workspace
 from tests.conformance.engine_kit import full_forward, wait_until
 from tests.tiny import make_tiny_moe
@@ -193,3 +203,21 @@ async def test_nothing_is_kept_of_requests_that_ended(folder: Path) -> None:
     await asyncio.wait({loop})
     with pytest.raises(EngineDied, match="shutting down"):
         await engine.generate(call("late", range(10, 20)))
+
+
+async def test_leaving_a_weight_group_ends_a_receive_that_waits_in_it() -> None:
+    """gloo alone would wait for rank 0 until the group's timeout."""
+    wait = timedelta(seconds=30)
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=wait)
+    groups = Groups(30)
+    joined = asyncio.create_task(groups.join("g", GroupPlace("127.0.0.1", store.port, 1, 2, "gloo")))
+    keys = dist.PrefixStore("cpu/", dist.PrefixStore("g/", dist.PrefixStore("g", store)))
+    sender = await asyncio.to_thread(dist.ProcessGroupGloo, keys, 0, 2, wait)
+    await joined
+    receiving = asyncio.create_task(groups.receive("g", [TensorSlot("x", "float32", (4,))], flattened=False))
+    await asyncio.sleep(0)  # it waits from its first turn on
+    assert groups.leave("g")
+    with pytest.raises(WeightsRefused, match="left before"):
+        await asyncio.wait_for(receiving, 10)
+    assert not groups.leave("g")
+    del sender  # ends the thread that still waits

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.conformance.engine_kit import DEADLINE_S, wait_until
-from tests.test_embedded_engine import process
+from tests.embedded import process
 from tests.tiny import make_tiny_llama
 
 pytestmark = pytest.mark.walk

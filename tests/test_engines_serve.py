@@ -25,7 +25,7 @@ from palestra.server.config import EngineSection
 from tests import jobs
 from tests.fakes import engine_env, standin_engine
 from tests.live import wait_for
-from tests.sglang import WINDOW, SglangEngines
+from tests.sglang import START_S, WINDOW, SglangEngines
 from tests.test_engines_fleet import MARK, marked, pid_of
 
 
@@ -259,6 +259,7 @@ def test_engines_of_others_are_used_and_left_running(model: Path, env: Path, tmp
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(START_S + 60)  # it may be the one that waits for the engines
 def test_real_engines_are_announced_with_their_pools_and_answer_alike(sglang_engines: SglangEngines) -> None:
     """That they come back after a death is in test_sglang_faults.py; that nothing of them is left is looked at when they end."""
     told = json.loads(sglang_engines.announced.read_text())
@@ -266,8 +267,7 @@ def test_real_engines_are_announced_with_their_pools_and_answer_alike(sglang_eng
     for pool in told["pools"].values():
         assert pool == {"tokens": 16_384, "requests": 64, "context": WINDOW}
     assert "16,384 tokens of cache, 64 requests at a time, 2,048 tokens a request" in sglang_engines.log.read_text()
-    for worker in sglang_engines.workers:
-        sglang_engines.restored(worker)
+    sglang_engines.fresh()
     first, *others = (generated(url) for url in (sglang_engines.router, *sglang_engines.workers))
     assert len(first) == 4
     assert others == [first, first]

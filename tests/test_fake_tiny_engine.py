@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.conformance.engine import EngineSuite
-from tests.conformance.engine_kit import EngineUnderTest, wait_until
+from tests.conformance.engine import ChecksIds, EngineSuite
+from tests.conformance.engine_kit import DEADLINE_S, EngineUnderTest
+from tests.embedded import by_value
 from tests.fakes.tiny_engine import tiny_engine
 from tests.fakes.tiny_model import NumpyJudge, make_tiny_numpy, next_logits, values
 
 
-def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """As safetensors within the body."""
-    from safetensors.torch import save
-
-    blob = base64.b64encode(save(dict(tensors))).decode()
-    return {"serialized_named_tensors": [blob], "load_format": "safetensors"}
-
-
-class TestTiny(EngineSuite):
+class TestTiny(ChecksIds, EngineSuite):
     """All of the suite; in a weight group both ranks are of this process."""
 
     @pytest.fixture(scope="class")
@@ -47,9 +39,9 @@ class TestTiny(EngineSuite):
     def test_a_retracted_request_says_so(self, engine: EngineUnderTest) -> None:
         future = self.start_long(engine, engine.prompt(100), "back")
         engine.ask("/pause_generation", mode="retract")
-        wait_until(lambda: engine.metric("num_queue_reqs") == 1, "the request to queue")
+        engine.wait_for_queued(1)
         engine.ask("/continue_generation")
-        assert future.result(60).meta["num_retractions"] == 1
+        assert future.result(DEADLINE_S).meta["num_retractions"] == 1
 
 
 def test_the_judge_and_the_model_agree_and_tell_weights_apart(tmp_path: Any) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from tests.conformance.engine import EngineSuite
 from tests.conformance.engine_kit import EngineUnderTest
-from tests.sglang import SglangEngines
+from tests.sglang import START_S, SglangEngines
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(START_S + 60)]  # the first test waits for the engines' start
 
 
 def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,20 +24,25 @@ def by_value(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TestSglang(EngineSuite):
-    """A bucket is in force as it comes; a flush beside frozen requests is answered with 400, though the weights are new."""
+    """A bucket is in force as it comes; a flush beside frozen requests is answered with 400, though the weights are new. Its
+    figures stand still while it is paused. An id outside the vocabulary ends it with an IndexError."""
 
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls, sglang_engines: SglangEngines) -> EngineUnderTest:
-        folder = sglang_engines.folder
+    def engine(cls, sglang_engines: SglangEngines) -> Iterator[EngineUnderTest]:
+        folder, url = sglang_engines.folder, sglang_engines.workers[0]
         vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
-        return EngineUnderTest(
-            sglang_engines.workers[0],
+        yield EngineUnderTest(
+            url,
             folder,
             sglang_engines.other,
             vocab,
             deadline_s=180,
             payloads={"pickled": by_value},
             staged=False,
+            long=160,
+            sampled=("realtime_tokens_total", 'mode="decode"'),
+            shows_queue=False,
             frozen_flush=400,
         )
+        sglang_engines.restored(url)

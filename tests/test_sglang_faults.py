@@ -26,13 +26,11 @@ from palestra.server.types import EngineError
 from palestra.server.workers.types import EnginePlace
 from tests.live import TOKEN, LiveService, settings, wait_for
 from tests.outsiders import check_acknowledged, play
-from tests.sglang import SglangEngines
+from tests.sglang import BACK_S, SglangEngines
 from tests.tiny import make_tiny_llama
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 SESSIONS, TURNS, TOKENS = 16, 4, 120
-BACK_S = 150.0
-"""An engine is started again, loads its model and is brought up to date within this time."""
 
 
 class Stage:
@@ -84,9 +82,7 @@ class Stage:
 
 @pytest.fixture
 def stage(sglang_engines: SglangEngines, tmp_path: Path) -> Iterator[Stage]:
-    for worker in sglang_engines.workers:
-        wait_for(lambda worker=worker: worker in sglang_engines.healthy(), f"{worker} in the router", BACK_S)
-        sglang_engines.restored(worker)
+    sglang_engines.fresh()
     place = EnginePlace(sglang_engines.router, sglang_engines.workers, router=True, kind="sglang")
     chosen = settings(tmp_path / "store", "", engine=place, deadline_s=120.0)
     with LiveService(chosen, sglang_engines.folder) as live:

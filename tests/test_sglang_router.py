@@ -17,7 +17,7 @@ from palestra.server.engine import EngineClient
 from palestra.server.engine_wire import EngineSampling, Prompt
 from palestra.server.workers.probe import ModelFacts
 from palestra.server.workers.types import EnginePlace
-from tests.live import until, wait_for
+from tests.live import until
 from tests.sglang import SglangEngines, engine_environment
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(240)]
@@ -31,9 +31,7 @@ def router(
     """A router of our own command line, in front of engines that others run."""
     kind: RouterKind = request.param
     port, prometheus = free_ports("127.0.0.1", 2)
-    for worker in sglang_engines.workers:
-        wait_for(lambda worker=worker: worker in sglang_engines.healthy(), f"{worker} in the router", 150)
-        sglang_engines.restored(worker)
+    sglang_engines.fresh()
     command = router_command(
         (),
         find(str(engine_environment())),

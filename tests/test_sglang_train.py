@@ -22,8 +22,7 @@ MARGIN = 0.15
 
 @pytest.mark.timeout(600)
 def test_reward_rises_through_sglang_and_its_router(sglang_engines: SglangEngines, tmp_path: Path) -> None:
-    for worker in sglang_engines.workers:
-        sglang_engines.restored(worker)
+    sglang_engines.fresh()
     transcripts = [json.loads(line) for line in sglang_engines.demonstrations.read_text().splitlines()]
     config = tiny_config(
         tmp_path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from palestra.trainer.config import WeightsConfig
 from palestra.trainer.megatron.backend import MegatronBackend
 from palestra.trainer.publish import Publisher
 from palestra.trainer.weights.distributed import DistributedCarrier
-from tests.live import wait_for
 from tests.publishing import PublishService
 from tests.sglang import SglangEngines
 
@@ -31,10 +31,7 @@ TOKENS = 300
 @pytest.fixture
 def workers(sglang_engines: SglangEngines) -> tuple[str, ...]:
     """Both engines, with the weights that they were started with."""
-    for worker in sglang_engines.workers:
-        wait_for(lambda worker=worker: worker in sglang_engines.healthy(), f"{worker} in the router", 150)
-        sglang_engines.restored(worker)
-    return sglang_engines.workers
+    return sglang_engines.fresh()
 
 
 @pytest.fixture(scope="module")

@@ -116,8 +116,8 @@ async def _unless_left(name: str, group: _Group, work: Callable[[], T]) -> T:
     """Ends with an error when the group is left meanwhile, which gloo itself would not do.
 
     In torch 2.13 gloo's `abort` ends the wait of neither side. Connections close when the last reference to the process group goes, and
-    dropping that blocks while an operation waits. So the thread is left to itself with that reference: its wait ends at the group's timeout,
-    or as soon as rank 0 drops its own end.
+    dropping that blocks while an operation waits. So the thread is left alone with that reference: its wait ends at the group's
+    timeout, or as soon as rank 0 drops its own end.
     """
     working, left = asyncio.ensure_future(aside(work)), asyncio.ensure_future(group.left.wait())
     try:

@@ -21,7 +21,7 @@ from palestra.server.renderer.tokens import TokenCodec
 
 DEADLINE_S = 60.0
 LONG = 400
-"""Tokens of a completion that is caught in the middle: a good quarter of a second on the quickest engine."""
+"""Tokens of a completion that is caught in the middle: some tenths of a second on the quickest engine."""
 NEAR = 1e-3
 """Numbers so near to each other may change places between two implementations."""
 Rows = NDArray[np.float64]
@@ -66,12 +66,18 @@ class EngineUnderTest:
     judge: Judge = field(default_factory=TransformersJudge)
     payloads: Mapping[str, Payload] = field(default_factory=dict)
     """The ways in which weights travel by tensor, by their names."""
-    single: str = "model.embed_tokens.weight"
-    """A weight that the checksums list under its own name; one that no other shares."""
+    single: str = "model.norm.weight"
+    """A weight that the checksums list under its own name and as it is stored; no other shares it."""
     staged: bool = True
     """Whether nothing shows before the end of an update. Otherwise each bucket is in force as it comes."""
+    long: int = LONG
+    """Tokens of a completion that is caught in the middle."""
+    sampled: tuple[str, str] = ("generation_tokens_total", "")
+    """The metric that counts sampled tokens as they come, and the label that it counts them under."""
+    shows_queue: bool = True
+    """Whether an engine that is paused says how many requests wait."""
     frozen_flush: int = 200
-    """What an update that asks for a flush is answered with while requests are frozen in place. The weights are new in any case."""
+    """What an update that asks for a flush is answered with while requests are frozen in place."""
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return client().post(self.url + path, json=body, timeout=self.deadline_s)
@@ -104,10 +110,20 @@ class EngineUnderTest:
         )
         return Sampled(self, prompt, body)
 
-    def metric(self, name: str) -> float:
-        """A value of /metrics, summed over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """A value of /metrics, summed over its labels, or over those lines that have `label`."""
         text = client().get(f"{self.url}/metrics", timeout=DEADLINE_S).text
-        return sum(float(value) for value in re.findall(rf"^sglang:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+        lines = re.findall(rf"^sglang:{name}(\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for labels, value in lines if label in labels)
+
+    def progress(self) -> float:
+        """Tokens sampled since the start, those of running requests too."""
+        return self.metric(*self.sampled)
+
+    def wait_for_queued(self, count: int) -> None:
+        """Until so many requests wait in a paused engine; at once where it does not say."""
+        if self.shows_queue:
+            wait_until(lambda: self.metric("num_queue_reqs") == count, f"{count} requests to queue")
 
     def load(self, folder: Path, version: str) -> None:
         self.ask("/update_weights_from_disk", model_path=str(folder), weight_version=version, flush_cache=True)
@@ -285,5 +301,5 @@ class Sender:
         return told.result(DEADLINE_S)
 
     def abort(self) -> None:
-        """Leaves at once, as a trainer that died would: gloo's sockets close when the last reference to the group goes, not at its abort."""
+        """Leaves at once, as a trainer that died would: gloo's sockets close when the group goes, not at its abort."""
         self.group = None
