@@ -278,11 +278,11 @@ def _experts(meta: Meta, model: tuple[int, int] | None) -> I16 | None:
     """[tokens, layers, topk]. The embedded engine gives int16 and the shape; SGLang int32 of all layers, without a word of the shape."""
     if meta.routed_experts is None:
         return None
-    shape, kind = meta.routed_experts_shape, np.dtype(np.int16)
+    shape, kind = meta.routed_experts_shape, "<i2"
     if shape is None:
         if model is None:
             raise EngineError("the engine gives routed experts without their shape, and the model's is not known")
-        shape, kind = [-1, *model], np.dtype(np.int32)
+        shape, kind = [-1, *model], "<i4"
     try:
         flat = np.frombuffer(base64.b64decode(meta.routed_experts), dtype=kind)
         rows = flat.reshape(shape).astype(np.int16, copy=False)

@@ -352,6 +352,17 @@ def test_raw_completions_go_on_id_for_id(service: ServiceClient, renderer: Rende
     assert exact.prompt_delta.tolist() == [40, 41]
 
 
+@pytest.mark.parametrize("bad", [-5, 10**6])
+def test_ids_outside_the_vocabulary_never_reach_an_engine(service: ServiceClient, live: LiveService, bad: int) -> None:
+    """One of them ends SGLang 0.5.23's process."""
+    handle = service.open()
+    headers = {"Authorization": f"Bearer {handle.api_key}"}
+    body = {"model": "m", "prompt": [20, bad], "max_tokens": 4}
+    answer = httpx.post(f"{live.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    assert "prompt" in answer.json()["error"]["message"]
+
+
 def test_responses_go_on_from_an_earlier_one(service: ServiceClient) -> None:
     talk = Talk(service)
     first = talk.client.responses.create(model="m", instructions="s", input="hi", max_output_tokens=12)
