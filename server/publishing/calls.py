@@ -1,38 +1,19 @@
-"""Calls that a publish makes to engines, beyond those of the fleet: reading what they say of themselves, and one call each at its own pace.
+"""Calls that a publish makes to engines, beyond those of the fleet: one to each, at its own pace.
 
-In: workers and paths. Out: their answers and failures. Every wait is bounded.
+In: workers and what each is sent. Out: failures, as they come. Every wait is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from palestra.server.types import EngineError, EngineRefused
-from palestra.server.workers.calls import Calls
 from palestra.server.workers.types import Answers, Fleet, Worker
 
 LOOK_S = 30.0
 """How long an engine may take to say what it is."""
-
-
-async def look(workers: Sequence[Worker], path: str, *, timeout_s: float = LOOK_S) -> Answers:
-    """GET `path` of each worker at once. Never raises for a worker's fault."""
-    calls, ok, failed = Calls(), dict[str, Mapping[str, Any]](), dict[str, EngineError]()
-
-    async def one(url: str) -> None:
-        try:
-            ok[url] = await calls.get(url + path, timeout_s)
-        except EngineError as error:
-            failed[url] = error
-
-    await calls.open()
-    try:
-        await asyncio.gather(*(one(worker.url) for worker in workers))
-    finally:
-        await calls.close()
-    return Answers(ok, failed)
 
 
 def unwilling(answers: Answers) -> dict[str, EngineError]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from palestra.server.publishing.bodies import AnnounceBody, JoinBody
-from palestra.server.publishing.calls import Spread, look
+from palestra.server.publishing.calls import Spread
 from palestra.server.publishing.round import CONTROL_S, PROBE_S, Round
 from palestra.server.types import EngineRefused
 from palestra.server.workers.types import Worker
@@ -75,14 +75,14 @@ class GroupCalls:
         Raises:
             EngineError: nobody is left.
         """
-        spread, self._spread = self._spread, None
+        fleet, spread, self._spread = current.engines.fleet, self._spread, None
         if spread is not None:
             before = dict(spread.failed)
             everyone = await spread.rest(GRACE_S)
             hard = {url: error for url, error in everyone.items() if not isinstance(error, EngineRefused)}
-            silent = {} if hard or before else (await look(current.workers, "/model_info", timeout_s=PROBE_S)).failed
-            await current.leave_out(hard or before or silent)
-        fleet = current.engines.fleet
+            if not (blamed := hard or before):
+                blamed = dict((await fleet.look(current.workers, "/model_info", timeout_s=PROBE_S)).failed)
+            await current.leave_out(blamed)
         # Refused where an engine is in no such group, which is as well; whoever does not answer will not join the next one either.
         await fleet.ask(current.workers, "/destroy_weights_update_group", {"group_name": group}, timeout_s=PROBE_S)
         if current.begun:

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from palestra.server.publishing.bodies import AnnounceBody, CanaryBody, EndBody, HandlesBody, JoinBody
-from palestra.server.publishing.calls import look
+from palestra.server.publishing.calls import LOOK_S
 from palestra.server.publishing.checks import canary_gaps, wrong_weights
 from palestra.server.publishing.groups import GroupCalls
 from palestra.server.publishing.loading import load_folder, load_shared, load_value, seal
@@ -58,7 +58,7 @@ class Publisher:
         return await self._target(self.engines.fleet.serving() or self.engines.fleet.members())
 
     async def _target(self, workers: Sequence[Worker]) -> PublishTarget:
-        infos = (await look(workers, "/server_info")).ok
+        infos = (await self.engines.fleet.look(workers, "/server_info", timeout_s=LOOK_S)).ok
         devices = {str(info.get("device", "cpu")) for info in infos.values()}
         who = tuple(TargetWorker(worker.url, worker.ranks) for worker in workers)
         return PublishTarget(self.kind, "cuda" if devices == {"cuda"} else "cpu", who)

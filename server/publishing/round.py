@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.server.publishing.calls import look, unwilling
+from palestra.server.publishing.calls import unwilling
 from palestra.server.publishing.types import Engines, Transport
 from palestra.server.types import EngineError, EngineRefused, PublishMode
 from palestra.server.workers.types import EngineKind, Worker, WorkerState
@@ -77,7 +77,8 @@ class Round:
         self.workers = list(fleet.serving())
         out = [worker for worker in fleet.members() if worker.state is WorkerState.QUARANTINED]
         known, late = await asyncio.gather(
-            look(self.workers, "/model_info", timeout_s=ALIVE_S), look(out, "/model_info", timeout_s=PROBE_S)
+            fleet.look(self.workers, "/model_info", timeout_s=ALIVE_S),
+            fleet.look(out, "/model_info", timeout_s=PROBE_S),
         )
         self.workers += [worker for worker in out if worker.url in late.ok]
         await self.leave_out(known.failed)

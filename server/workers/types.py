@@ -101,6 +101,9 @@ class Fleet(Protocol):
         """One control call to each at once. Nothing is repeated but connections that were refused before a byte was sent; a worker that
         does not answer within `timeout_s` seconds has failed. Never raises for a worker's fault."""
 
+    async def look(self, workers: Sequence[Worker], path: str, *, timeout_s: float) -> Answers:
+        """As `ask`, for a GET."""
+
     async def quarantine(self, worker: Worker, why: str) -> None:
         """Takes a worker out of routing, and its requests off it: their partial completions go on elsewhere. The service's log and
         /status say why. Harmless where it is out already."""

@@ -18,6 +18,7 @@ import torch
 from palestra.server.publishing.types import Digests, PublishReport, PublishTarget, TargetWorker
 from palestra.trainer.types import TrainerError
 from palestra.trainer.weights.group import WeightGroup, address_towards
+from palestra.trainer.weights.handles import memory_for
 from palestra.trainer.weights.layout import BucketPlan
 from palestra.trainer.weights.proof import Proof
 from palestra.trainer.weights.stream import BucketStream
@@ -29,6 +30,9 @@ TIMEOUT_S = 30.0
 
 class GroupService(Protocol):
     """The service's publish calls, as far as they are needed here."""
+
+    def publish_target(self) -> PublishTarget:
+        """Who would get weights now."""
 
     def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
         """Opens a publish."""
@@ -80,6 +84,8 @@ class DistributedCarrier:
     def publish(self, export: Export, version: int, train_step: int) -> Published:
         """See `Carrier`."""
         started = time.monotonic()
+        if self.stream.layout is None:
+            self._device = memory_for(self._service.publish_target())
         layout = self.stream.prepare(export)
         target = self._service.publish_begin(version, train_step, "distributed")
         requests, faults = 0, list[str]()
@@ -130,7 +136,7 @@ class DistributedCarrier:
 
     def _join(self, target: PublishTarget) -> None:
         size = 1 + sum(worker.ranks for worker in target.workers)
-        backend = "nccl" if target.device == "cuda" and self.stream.buffers[0].is_cuda else "gloo"
+        backend = "nccl" if self._device == "cuda" else "gloo"
         address = address_towards(target.workers[0].url)
         group = WeightGroup(f"weights-{uuid.uuid4().hex[:12]}", address, size, backend, self._timeout_s)
         self._group, self._members = group, target.workers

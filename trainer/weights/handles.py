@@ -154,6 +154,11 @@ class SegmentHandles:
         return made
 
 
+def memory_for(target: PublishTarget) -> str:
+    """Where buffers lie that these engines take: on the GPU where both sides compute on one, in host memory otherwise."""
+    return "cuda" if target.device == "cuda" and torch.cuda.is_available() else "cpu"
+
+
 class TensorCarrier:
     """See `Carrier`."""
 
@@ -190,7 +195,7 @@ class TensorCarrier:
 
     def _ready(self, target: PublishTarget) -> tuple[Handles, BucketStream]:
         if self._handles is None or self.stream is None:
-            self._handles = SegmentHandles() if target.kind == "embedded" else TorchHandles(target.device)
+            self._handles = SegmentHandles() if target.kind == "embedded" else TorchHandles(memory_for(target))
             self.stream = BucketStream(self._bucket_bytes, allocate=self._handles.allocate)
         return self._handles, self.stream
 
