@@ -62,7 +62,10 @@ def test_wire_versions() -> None:
 
 
 async def test_ids_logprobs_and_version_of_one_request(client: EngineClient) -> None:
-    done = await client.generate(Prompt.of(PROMPT), EngineSampling(0.7, 12, ()), rid=rid(), key="k")
+    said = tuple(range(60, 72))
+    sampling = EngineSampling(0.7, 12, (), forced_ids=said)
+    done = await client.generate(Prompt.of(PROMPT), sampling, rid=rid(), key="k")
+    assert done.token_ids == said
     assert len(done.token_ids) == len(done.logprobs) == 12
     assert done.finish_reason == "length"
     assert all(lp <= 0 for lp in done.logprobs)

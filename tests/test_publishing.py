@@ -292,6 +292,17 @@ async def test_who_broke_a_broadcast_is_left_out_and_who_was_caught_in_it_is_not
     assert (report.serving, caught.version) == (1, "1")
 
 
+async def test_handles_that_do_not_fit_the_engines_are_the_trainer_s_fault(scene: Scene) -> None:
+    publisher = await scene.start(2)
+    await publisher.begin(1, 1, "tensor")
+    first, second = (engine.url for engine in scene.engines)
+    for payloads in ({first: ["x"]}, {first: ["x"], second: ["x", "y"]}):
+        with pytest.raises(SessionError, match=rf"payloads: {second} takes part and needs 1"):
+            await publisher.handles(HandlesBody(payloads, "flattened_bucket", True))
+    assert scene.states() == ["serving", "serving"]
+    assert "/update_weights_from_tensor" not in scene.engines[0].paths()
+
+
 async def test_the_canary_leaves_out_who_computes_otherwise(scene: Scene) -> None:
     publisher = await scene.start(1)
     close, far = (CanaryBody(1, [1, 2, 3], [-1.0, last]) for last in (-2.0005, -2.5))

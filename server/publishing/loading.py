@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from palestra.server.publishing.round import Round
-from palestra.server.types import EngineError
+from palestra.server.types import EngineError, SessionError
 from palestra.server.workers.types import Worker
 
 
@@ -18,11 +18,13 @@ async def load_shared(current: Round, payloads: Mapping[str, Sequence[str]], loa
     """A bucket that each engine reads by its own payloads, one per rank.
 
     Raises:
+        SessionError: 400 where an engine that takes part has no payloads, or another number of them than ranks.
         EngineError: nobody is left.
     """
+    for worker in current.workers:
+        if len(payloads.get(worker.url, ())) != worker.ranks:
+            raise SessionError(f"payloads: {worker.url} takes part and needs {worker.ranks} of them, one for each rank")
     await current.hold()
-    missing = {w.url: f"{w.url}: the trainer has no payload for it" for w in current.workers if w.url not in payloads}
-    await current.leave_out(missing)
     current.calls += 1
     beside = {"load_format": load_format, **current.versioned(last)}
     await current.each(
