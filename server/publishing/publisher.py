@@ -219,6 +219,8 @@ class Publisher:
     async def _or_give_up(self, current: Round, step: Coroutine[Any, Any, Got]) -> Got:
         try:
             return await step
+        except SessionError:
+            raise  # the call was wrong, and nothing was done: a right one may follow
         except BaseException:
             await self._give_up(current)
             raise
