@@ -106,7 +106,7 @@ def test_few_requests_and_no_metadata_the_second_time(
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_merged_against_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Four of the layers by broadcast: in buckets, and with a request for each tensor, which for all 61 takes a quarter of an hour."""
+    """Four of the layers by broadcast: in buckets, and with a request for each tensor, which for all 61 takes more than half an hour."""
     folder = make_tiny_moe(tmp_path, num_hidden_layers=4, **SHAPE)
     tensors = read(folder)
     seconds = []
