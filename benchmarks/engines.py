@@ -6,23 +6,25 @@ of any policy for the length of a block. It waits for pip, and for processes to 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-
-import httpx2 as httpx
+from typing import Any
 
 from benchmarks.gateway_procs import Process, ProcessDesk
 from palestra.cli.engines.commands import engine_commands, router_command
 from palestra.cli.engines.environment import VARIABLE, find
 from palestra.cli.engines.options import known
 from palestra.cli.engines.ports import free_ports
+from palestra.cli.engines.probes import router_lacks
 from palestra.cli.engines.types import EngineCommand, EngineEnvironment, EngineGroup, EngineSetupError, Topology
 from palestra.server.workers.types import EnginePlace
 
@@ -94,18 +96,50 @@ class Engines:
         )
         process = self.desk.start(f"router-{policy}", command.argv, url=command.url, more=command.env, ready_s=ROUTER_S)
         try:
-            _wait_for_workers(command.url, len(self.urls))
+            _wait_for_workers(command.url, self.urls)
             yield EnginePlace(command.url, tuple(self.urls), router=True, kind="sglang")
         finally:
             self.desk.end(process)
 
 
-def _wait_for_workers(router: str, number: int) -> None:
+def _wait_for_workers(router: str, workers: Sequence[str]) -> None:
     deadline = time.monotonic() + ROUTER_S
-    while True:
-        listed = json.loads(httpx.get(f"{router}/workers", timeout=5).content)["workers"]
-        if sum(bool(worker["is_healthy"]) for worker in listed) >= number:
-            return
+    while (lacking := router_lacks(router, workers, timeout_s=5.0)) != []:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the router lists {listed}, not {number} healthy engines, after {ROUTER_S:.0f} s")
+            raise RuntimeError(f"the router lacks {lacking or 'an answer'} after {ROUTER_S:.0f} s")
         time.sleep(0.1)
+
+
+def main(
+    argv: list[str] | None,
+    about: str,
+    name: str,
+    prepare: Callable[[], Engines],
+    measure: Callable[[Engines, int], dict[str, Any]],
+    rounds: int,
+) -> int:
+    """The command line of a benchmark on engines; the exit status. `name`: its folder below HOME;
+    `rounds`: of a measurement that is not quick."""
+    parser = argparse.ArgumentParser(description=about)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--setup", action="store_true", help="install the engines and start them")
+    what.add_argument("--quick", action="store_true", help="measure within four minutes")
+    what.add_argument("--teardown", action="store_true", help="end what --setup started")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    if options.teardown:
+        print(json.dumps({"ended": ProcessDesk(HOME / name / "run").end_all()}))
+        return 0
+    engines = prepare()
+    try:
+        engines.install()
+        engines.start()
+        if options.setup:
+            engines.leave_running()
+            print(json.dumps({"engines": engines.urls}))
+            return 0
+        report = measure(engines, 1 if options.quick else rounds)
+    finally:
+        engines.stop()
+    print(json.dumps(report))
+    return 0

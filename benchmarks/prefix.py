@@ -6,10 +6,8 @@ what runs. The last line printed is one JSON object. See docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import signal
 import statistics
 import sys
 from pathlib import Path
@@ -28,31 +26,12 @@ OURS = "consistent_hashing"
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks/prefix.py", description=__doc__.split("\n")[0])
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--setup", action="store_true", help="install the engines and start them")
-    what.add_argument("--quick", action="store_true", help="measure within four minutes")
-    what.add_argument("--teardown", action="store_true", help="end what --setup started")
-    options = parser.parse_args(argv)
-    from benchmarks.engines import Engines
+    from benchmarks import engines
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    engines = Engines("prefix", _model(), options={"max_total_tokens": 65_536})
-    if options.teardown:
-        print(json.dumps({"ended": engines.desk.end_all()}))
-        return 0
-    try:
-        engines.install()
-        engines.start()
-        if options.setup:
-            engines.leave_running()
-            print(json.dumps({"engines": engines.urls}))
-            return 0
-        report = measure(engines, rounds=1 if options.quick else 3)
-    finally:
-        engines.stop()
-    print(json.dumps(report))
-    return 0
+    def prepare() -> Engines:
+        return engines.Engines("prefix", _model(), options={"max_total_tokens": 65_536})
+
+    return engines.main(argv, __doc__.split("\n")[0], "prefix", prepare, measure, rounds=3)
 
 
 def measure(engines: Engines, rounds: int) -> dict[str, Any]:

@@ -6,9 +6,6 @@ measures five rounds, `--teardown` ends what runs. The last line printed is one 
 
 from __future__ import annotations
 
-import argparse
-import json
-import signal
 import statistics
 import sys
 import time
@@ -30,33 +27,14 @@ FLIGHTS, TOKENS = 4, 120
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks/weights.py", description=__doc__.split("\n")[0])
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--setup", action="store_true", help="install the engines and start them")
-    what.add_argument("--quick", action="store_true", help="measure within four minutes")
-    what.add_argument("--teardown", action="store_true", help="end what --setup started")
-    options = parser.parse_args(argv)
-    from benchmarks.engines import HOME, Engines
+    from benchmarks import engines
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    model = HOME / "weights" / "model"
-    engines = Engines("weights", model, options={"max_total_tokens": 16_384, "dtype": "float32"})
-    if options.teardown:
-        print(json.dumps({"ended": engines.desk.end_all()}))
-        return 0
-    try:
+    def prepare() -> Engines:
+        model = engines.HOME / "weights" / "model"
         make_model(model)
-        engines.install()
-        engines.start()
-        if options.setup:
-            engines.leave_running()
-            print(json.dumps({"engines": engines.urls}))
-            return 0
-        report = measure(engines, rounds=1 if options.quick else 5)
-    finally:
-        engines.stop()
-    print(json.dumps(report))
-    return 0
+        return engines.Engines("weights", model, options={"max_total_tokens": 16_384, "dtype": "float32"})
+
+    return engines.main(argv, __doc__.split("\n")[0], "weights", prepare, measure, rounds=5)
 
 
 def make_model(folder: Path) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.server.types import RenderedRow, TrajectoryGroup
+from palestra.trainer.weights.types import GroupService, HandleService
 
 if TYPE_CHECKING:
     import torch
 
-    from palestra.server.publishing.types import Digests, PublishReport, PublishTarget
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -134,7 +134,7 @@ class RowAdvantage:
     std: float
 
 
-class RolloutService(Protocol):
+class RolloutService(HandleService, GroupService, Protocol):
     """The service as the trainer sees it. `renew` is called from a second thread while the first one trains."""
 
     def restore(self, *, train_step: int, checkpoint_id: str | None, policy_version: int) -> int:
@@ -164,37 +164,6 @@ class RolloutService(Protocol):
 
     def collect(self, oldest_train_step: int) -> None:
         """Allows the deletion of what a restore to `oldest_train_step`, the oldest checkpoint kept, cannot need."""
-
-    def publish_target(self) -> PublishTarget:
-        """Which engines would get weights."""
-
-    def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
-        """Opens the publish of a version; engines go on. Says who takes part."""
-
-    def publish_hold(self, version: int) -> None:
-        """Has the engines stand still, as the update mode says."""
-
-    def publish_handles(self, payloads: Mapping[str, Sequence[str]], load_format: str, *, last: bool) -> None:
-        """A bucket in memory that engines share: engine URL -> what each of its ranks reads. Returns when they have read it."""
-
-    def publish_join(
-        self, group: str, address: str, port: int, world_size: int, backend: str, timeout_s: float
-    ) -> dict[str, str]:
-        """Has the engines join a process group while its rank 0 joins too; who failed, and why."""
-
-    def publish_announce(self, body: bytes) -> dict[str, str]:
-        """Names the tensors of the bucket that is broadcast meanwhile; who failed, and why."""
-
-    def publish_leave(self, group: str) -> PublishTarget:
-        """Says that rank 0 left the group; which engines are left."""
-
-    def publish_end(
-        self, version: int, path: str | None, *, digests: Digests | None = None, dtype: str = "float32"
-    ) -> PublishReport:
-        """Loads the folder at `path`, or completes what was sent; returns when the engines have the new version."""
-
-    def publish_cancel(self, version: int) -> None:
-        """Gives a publish up; engines go on."""
 
     def publish_canary(self, version: int, ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, float]:
         """Compares the trainer's logprobs of `ids` with every engine's; how far off each is."""

@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError
 
-from palestra.server.publishing.types import Digests, PublishReport, PublishTarget
 from palestra.trainer.durable import ASIDE, folder_aside, remove_unfinished, sync_file
 from palestra.trainer.types import TrainerError
 from palestra.trainer.weights.deltacoding import Encoding, encode
@@ -33,7 +32,7 @@ from palestra.trainer.weights.deltaformat import (
 )
 from palestra.trainer.weights.hostcopy import HostCopy, bytes_of
 from palestra.trainer.weights.proof import Proof
-from palestra.trainer.weights.types import Export, Published
+from palestra.trainer.weights.types import Export, FolderService, Published
 from palestra.trainer.weights.weightfiles import RECORD, Damaged, Layout, digest_of, scan, write_record
 
 if TYPE_CHECKING:
@@ -54,21 +53,6 @@ class Written:
     kind: Literal["base", "delta"]
     path: Path
     bytes: int
-
-
-class DeltaService(Protocol):
-    """The service's publish calls, as far as they are needed here."""
-
-    def publish_target(self) -> PublishTarget:
-        """Which engines would get weights."""
-
-    def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
-        """Opens the publish of a version that the shared folder has already."""
-
-    def publish_end(
-        self, version: int, path: str | None, *, digests: Digests | None = None, dtype: str = "float32"
-    ) -> PublishReport:
-        """Has the agents fetch it from the shared folder at `path`, and the engines load it."""
 
 
 class DeltaFolder:
@@ -208,7 +192,7 @@ class DeltaFolder:
 class DeltaCarrier:
     """Brings weights to engines whose hosts run `palestra engine agent`."""
 
-    def __init__(self, service: DeltaService, folder: DeltaFolder, *, verify: bool = False) -> None:
+    def __init__(self, service: FolderService, folder: DeltaFolder, *, verify: bool = False) -> None:
         """`verify`: engines are asked whether they have what was written; agents compare every byte in any case."""
         self._service, self._folder, self._verify = service, folder, verify
 

@@ -12,36 +12,19 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from palestra.server.publishing.types import Digests, PublishReport, PublishTarget
 from palestra.trainer.durable import folder_aside, remove_unfinished
 from palestra.trainer.types import TrainerError
 from palestra.trainer.weights.proof import Proof
-from palestra.trainer.weights.types import Export, Published
+from palestra.trainer.weights.types import Export, FolderService, Published
 
 Bucket = dict[str, torch.Tensor]
 HEADER = 4096
 """Bytes left free in a file for safetensors' own header, by tensor name."""
-
-
-class FolderService(Protocol):
-    """The service's publish calls, as far as they are needed here."""
-
-    def publish_target(self) -> PublishTarget:
-        """Which engines would get weights."""
-
-    def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
-        """Opens a publish."""
-
-    def publish_end(
-        self, version: int, path: str | None, *, digests: Digests | None = None, dtype: str = "float32"
-    ) -> PublishReport:
-        """Has the engines load the folder."""
 
 
 class DiskCarrier:

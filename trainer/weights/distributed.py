@@ -11,53 +11,21 @@ import json
 import time
 import uuid
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from palestra.server.publishing.types import Digests, PublishReport, PublishTarget, TargetWorker
+from palestra.server.publishing.types import PublishTarget, TargetWorker
 from palestra.trainer.types import TrainerError
 from palestra.trainer.weights.group import WeightGroup, address_towards
 from palestra.trainer.weights.handles import memory_for
 from palestra.trainer.weights.layout import BucketPlan
 from palestra.trainer.weights.proof import Proof
 from palestra.trainer.weights.stream import BucketStream
-from palestra.trainer.weights.types import Export, Published
+from palestra.trainer.weights.types import Export, GroupService, Published
 
 TIMEOUT_S = 30.0
 """Longest time of a join, or of one bucket from its first byte to the engines' word that they have it, seconds."""
-
-
-class GroupService(Protocol):
-    """The service's publish calls, as far as they are needed here."""
-
-    def publish_target(self) -> PublishTarget:
-        """Who would get weights now."""
-
-    def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
-        """Opens a publish."""
-
-    def publish_hold(self, version: int) -> None:
-        """Has the engines stand still."""
-
-    def publish_join(
-        self, group: str, address: str, port: int, world_size: int, backend: str, timeout_s: float
-    ) -> dict[str, str]:
-        """Has the engines join; who failed."""
-
-    def publish_announce(self, body: bytes) -> dict[str, str]:
-        """Names the tensors of a bucket; who failed."""
-
-    def publish_leave(self, group: str) -> PublishTarget:
-        """Says that rank 0 left the group; who is left."""
-
-    def publish_end(
-        self, version: int, path: str | None, *, digests: Digests | None = None, dtype: str = "float32"
-    ) -> PublishReport:
-        """Puts the weights in force."""
-
-    def publish_cancel(self, version: int) -> None:
-        """Gives the publish up."""
 
 
 class _Broken(Exception):

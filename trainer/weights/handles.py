@@ -15,7 +15,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
@@ -24,36 +24,15 @@ from typing import Any, Protocol
 import torch
 import torch.multiprocessing
 
-from palestra.server.publishing.types import Digests, PublishReport, PublishTarget
+from palestra.server.publishing.types import PublishTarget
 from palestra.trainer.types import TrainerError
 from palestra.trainer.weights.layout import BucketPlan
 from palestra.trainer.weights.proof import Proof
 from palestra.trainer.weights.stream import BucketStream
-from palestra.trainer.weights.types import Export, Published
+from palestra.trainer.weights.types import Export, HandleService, Published
 
 FLATTENED, SHARED = "flattened_bucket", "shared_memory"
 _MODULE, _CLASS = "sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"
-
-
-class HandleService(Protocol):
-    """The service's publish calls, as far as they are needed here."""
-
-    def publish_begin(self, version: int, train_step: int, transport: str = "disk") -> PublishTarget:
-        """Opens a publish."""
-
-    def publish_hold(self, version: int) -> None:
-        """Has the engines stand still."""
-
-    def publish_handles(self, payloads: Mapping[str, list[str]], load_format: str, *, last: bool) -> None:
-        """Hands one bucket's handles to the engines; returns when they have read it."""
-
-    def publish_end(
-        self, version: int, path: str | None, *, digests: Digests | None = None, dtype: str = "float32"
-    ) -> PublishReport:
-        """Puts the weights in force."""
-
-    def publish_cancel(self, version: int) -> None:
-        """Gives the publish up."""
 
 
 class Handles(Protocol):
