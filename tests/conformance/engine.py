@@ -294,12 +294,14 @@ class EngineSuite(UpdateSuite):
         assert len(engine.generate(engine.prompt(72)).ids) == 16
 
     def test_abort_all_answers_everybody(self, engine: EngineUnderTest) -> None:
+        """The later ones may still wait for their place (`start_long` sees tokens of the first as well): they are answered with no token."""
         futures = [self.start_long(engine, engine.prompt(73 + n), f"{random.getrandbits(128):032x}") for n in range(3)]
         engine.ask("/abort_request", abort_all=True)
-        for future in futures:
+        for number, future in enumerate(futures):
             sampled = future.result(DEADLINE_S)
             assert sampled.reason == "abort"
-            assert sampled.gap(engine.folder) < engine.tolerance
+            if sampled.ids or not number:
+                assert sampled.gap(engine.folder) < engine.tolerance
         assert len(engine.generate(engine.prompt(73)).ids) == 16
 
     def test_the_abort_of_an_unknown_request_changes_nothing(self, engine: EngineUnderTest) -> None:
