@@ -1,0 +1,218 @@
+"""The agent: process 1 of a box. Runs what its supervisor asks for, one thing at a time, and leaves nothing of it running.
+
+In: frames on a descriptor; the first is `setup`. Out: a frame for each. It ends when the supervisor goes away, and the box with it.
+
+    setup      mode, limits, preload, packages, env, home -> pid, python, missing
+    exec       argv (list or text), stdin, env, cwd, timeout, keep, most -> result
+    python     code, stdin, env, cwd, timeout, keep, most -> result
+    open       kind -> session
+    cell       session, code, timeout, keep, most -> result, alive
+    interrupt  session; answered at once, also while a cell runs
+    shut       session
+    write read list folder link   files, in pieces
+    clean      ends everything but the agent
+    result     why ("" timeout output lost), exit (negative: a signal), stdout, stderr, total, truncated, wall_s, cpu_s
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+
+from . import files, jobs, kernel, sessions
+from .frames import FrameError, Inbox, pack
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    class Foreground(Protocol):
+        """What runs now: a job or a session's cell."""
+
+        request: dict[str, Any]
+        deadline: float | None
+
+        def expire(self) -> None: ...
+
+
+class Agent:
+    """The loop. Descriptors have callbacks, the one running thing has a deadline."""
+
+    def __init__(self, control_in: int, control_out: int) -> None:
+        self.control_in, self.control_out = control_in, control_out
+        self.inbox = Inbox()
+        self.poll = select.poll()
+        self.callbacks: dict[int, Callable[[], None]] = {}
+        self.running: Foreground | None = None
+        self.sessions: dict[int, sessions.Session] = {}
+        self.reaper = kernel.Reaper(kernel.TREE)
+        self.limits: dict[str, int] = {}
+        self.watch(control_in, self._control)
+
+    def watch(self, fd: int, ready: Callable[[], None], *, write: bool = False) -> None:
+        """Calls `ready` whenever the descriptor can be read (or written), or its other end closed."""
+        self.callbacks[fd] = ready
+        self.poll.register(fd, select.POLLOUT if write else select.POLLIN)
+
+    def forget(self, fd: int) -> None:
+        """Watches it no more; safe to call twice."""
+        if self.callbacks.pop(fd, None) is not None:
+            self.poll.unregister(fd)
+
+    def leaders(self) -> list[int]:
+        """Process ids of open sessions."""
+        return [session.pid for session in self.sessions.values() if session.alive]
+
+    def serve(self) -> None:
+        """For ever."""
+        while True:
+            running = self.running
+            wait_ms = None
+            if running is not None and running.deadline is not None:
+                wait_ms = max(0.0, running.deadline - time.monotonic()) * 1000
+            events = self.poll.poll(wait_ms)
+            for fd, _ in events:
+                callback = self.callbacks.get(fd)
+                if callback is not None:  # one of this round may have removed it
+                    callback()
+            if running is not None and running is self.running and _due(running):
+                running.expire()
+            if self.running is None:
+                self.reaper.collect()
+
+    def _control(self) -> None:
+        data = os.read(self.control_in, jobs.CHUNK)
+        if not data:
+            self.leave()
+        try:
+            requests = self.inbox.feed(data)
+        except FrameError:
+            self.leave()
+        for request in requests:
+            self.handle(request)
+
+    def leave(self) -> None:
+        """The supervisor is gone: nothing of the box may outlive it."""
+        self.reaper.kill_all()
+        os._exit(0)
+
+    def handle(self, request: dict[str, Any]) -> None:
+        """Answers a request, or begins what will be answered when it is over."""
+        operation = request.get("op")
+        try:
+            if operation in ("exec", "python", "cell"):
+                self._begin(operation, request)
+            else:
+                self.answer(request, OPERATIONS[str(operation)](self, request))
+        except OSError as error:
+            self.answer(request, {"error": error.strerror or str(error), "errno": error.errno or 0})
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            self.answer(request, {"error": f"{type(error).__name__}: {error}", "errno": 0})
+
+    def _begin(self, operation: str, request: dict[str, Any]) -> None:
+        if self.running is not None:
+            raise RuntimeError("something runs already")
+        if operation == "cell":
+            session = self.sessions[request["session"]]
+            self.running = session.begin(request)
+        elif operation == "python":
+            self.running = jobs.Job(self, request, lambda: jobs.run_python(request))
+        else:
+            self.running = jobs.Job(self, request, lambda: jobs.run_command(request))
+
+    def done(self, what: Foreground, result: dict[str, Any]) -> None:
+        """What ran is over."""
+        if self.running is what:
+            self.running = None
+        self.answer(what.request, result)
+
+    def answer(self, request: dict[str, Any], reply: dict[str, Any]) -> None:
+        """Sends a reply; the supervisor that does not read it is gone."""
+        reply["id"] = request.get("id")
+        data = memoryview(pack(reply))
+        try:
+            while data:
+                data = data[os.write(self.control_out, data) :]
+        except OSError:
+            self.leave()
+
+    def setup(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The first request: what the box is like."""
+        kernel.become_ancestor(request["mode"])
+        self.reaper.mode = request["mode"]
+        self.limits = dict(request["limits"])
+        files.HOME = request["home"]
+        os.environ.clear()
+        os.environ.update(request["env"])
+        if request.get("packages"):
+            sys.path.append(request["packages"])
+        missing = []
+        for name in request["preload"]:
+            try:
+                __import__(name)
+            except ImportError as error:
+                missing.append(f"{name}: {error}")
+        return {"pid": os.getpid(), "python": ".".join(map(str, sys.version_info[:3])), "missing": missing}
+
+    def open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Starts a session."""
+        number = max(self.sessions, default=0) + 1
+        self.sessions[number] = sessions.start(self, request["kind"])
+        return {"session": number}
+
+    def interrupt(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Ctrl-C to a session."""
+        self.sessions[request["session"]].interrupt()
+        return {}
+
+    def shut(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Ends a session and what it started."""
+        self.sessions.pop(request["session"]).end()
+        return {}
+
+    def clean(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Ends everything. What ran is answered first."""
+        if self.running is not None:
+            self.running.expire()
+        for session in self.sessions.values():
+            session.end()
+        self.sessions.clear()
+        self.reaper.kill_all()
+        return {}
+
+
+def _due(running: Foreground) -> bool:
+    return running.deadline is not None and time.monotonic() >= running.deadline
+
+
+OPERATIONS: dict[str, Callable[[Agent, dict[str, Any]], dict[str, Any]]] = {
+    "setup": Agent.setup,
+    "open": Agent.open,
+    "interrupt": Agent.interrupt,
+    "shut": Agent.shut,
+    "clean": Agent.clean,
+    "write": lambda agent, request: files.write(request),
+    "read": lambda agent, request: files.read(request),
+    "list": lambda agent, request: files.listing(request),
+    "folder": lambda agent, request: files.folder(request),
+    "link": lambda agent, request: files.link(request),
+}
+
+
+def main(control_in: int, control_out: int) -> None:
+    """Serves until the supervisor goes away. `control_in` and `control_out` may be one socket, or a container's standard streams."""
+    if control_in <= 2 or control_out <= 2:
+        null = os.open("/dev/null", os.O_RDWR)
+        moved = os.dup(control_in), os.dup(control_out)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        control_in, control_out = moved
+    os.set_inheritable(control_in, False)
+    os.set_inheritable(control_out, False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    Agent(control_in, control_out).serve()
