@@ -1,4 +1,6 @@
-"""Words of the sandbox: what is run, what comes back, what a backend promises. Loads nothing but the standard library; waits for nothing."""
+"""Words of the sandbox: what is run, what comes back, what a backend promises. Loads nothing but the standard
+library; waits for nothing.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ In: a request and the agent's loop. Out: a reply. Nothing here blocks: the loop 
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -107,16 +106,19 @@ class Job:
         self.feeder = Feeder(agent, ins[1], request.get("stdin") or b"")
         self.streams = [Stream(outs[0]), Stream(errs[0])]
         for stream in self.streams:
-            agent.watch(stream.fd, functools.partial(self._readable, stream))
+            agent.watch(stream.fd, self._reader(stream))
         self.pidfd = os.pidfd_open(self.pid)
         agent.watch(self.pidfd, self._ended)
         self.deadline: float | None = self.started + float(request["timeout"])
 
-    def _readable(self, stream: Stream) -> None:
-        if stream.read(self.keep) is False:
-            self.agent.forget(stream.fd)
-        if sum(each.total for each in self.streams) > self.most:
-            self.finish("output")
+    def _reader(self, stream: Stream) -> Callable[[], None]:
+        def readable() -> None:
+            if stream.read(self.keep) is False:
+                self.agent.forget(stream.fd)
+            if sum(each.total for each in self.streams) > self.most:
+                self.finish("output")
+
+        return readable
 
     def _ended(self) -> None:
         # Its output may still be in the pipes. A descendant that holds them is not waited for.
