@@ -14,6 +14,7 @@ VERBS = {
     "inspect": "show a run, a group or a rollout, token by token",
     "status": "say what a run is doing and who waits for whom",
     "engine": "install, start and serve inference engines (SGLang) and their router",
+    "sandbox": "lend boxes for model-written code to other machines; remove what dead processes left",
     "convert": "write a model folder in another form: block-quantised",
     "doctor": "check what a run stands on: a model's chat template",
     "role": "run one process of a job (started by train)",

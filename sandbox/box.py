@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from palestra.sandbox.channel import Channel, Counts, StreamChannel
+from palestra.sandbox.channel import RUNS, Channel, Counts, StreamChannel
 from palestra.sandbox.session import AgentSession
 from palestra.sandbox.tree import pack_tree, unpack_tree
 from palestra.sandbox.types import (
@@ -81,8 +81,14 @@ class AgentBox:
     ) -> ExecResult:
         return await self.run({"op": "python", "code": code, "stdin": stdin, "cwd": cwd}, timeout, max_output)
 
-    async def run(self, request: dict[str, Any], timeout: float, max_output: int | None) -> ExecResult:
-        """Sends a run, waits for its turn and its end; never raises for what happens to the box."""
+    async def run(
+        self,
+        request: dict[str, Any],
+        timeout: float,
+        max_output: int | None,
+        heard: Callable[[dict[str, Any]], None] | None = None,
+    ) -> ExecResult:
+        """Sends a run, waits for its turn and its end; never raises for what happens to the box. `heard` gets the agent's own answer."""
         keep = self.spec.limits.output_bytes if max_output is None else max_output
         if not 0 <= keep <= MAX_OUTPUT_BYTES:
             raise ValueError(f"max_output is {keep}; it must be between 0 and {MAX_OUTPUT_BYTES}")
@@ -92,7 +98,13 @@ class AgentBox:
         async with self._turn:
             try:
                 reply = await self._channel.call({**request, **bounds}, timeout + GRACE_S)
+                if heard is not None:
+                    heard(reply)
                 return read_result(reply)
+            except asyncio.CancelledError:
+                # Nobody waits any more for what runs in there, and the next run must not meet it.
+                self._closing = self._closing or asyncio.create_task(self._close())
+                raise
             except TimeoutError:
                 # Code that keeps even the agent from its turn: the box cannot be used any more, and the time is up.
                 await self.close()
@@ -105,8 +117,25 @@ class AgentBox:
             except ValueError as error:
                 return ExecResult("nonzero", message=f"not run: {error}")
 
+    async def forward(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """A request of somebody elsewhere, as it stands, to the agent: its own answer. Runs wait for their turn; `timeout` begins then.
+
+        Raises:
+            TimeoutError: no answer in time; nobody can tell what the box does.
+            BoxLostError: the box is gone.
+            BoxProtocolError: its agent talks nonsense.
+        """
+        if request.get("op") not in RUNS:
+            return await self._channel.call(request, timeout)
+        async with self._turn:
+            return await self._channel.call(request, timeout)
+
+    def counts(self) -> Counts:
+        """What the box's cgroup counted since its last run began; for one that was never answered."""
+        return self._channel.last_counts() if isinstance(self._channel, StreamChannel) else Counts()
+
     def _lost(self, error: BoxLostError) -> ExecResult:
-        counts = self._channel.last_counts() if isinstance(self._channel, StreamChannel) else Counts()
+        counts = self.counts()
         if counts.oom_kills:
             usage = Usage(oom_kills=counts.oom_kills, peak_bytes=counts.peak_bytes)
             return ExecResult("oom", message="the box ran out of memory, its agent too", usage=usage)
@@ -209,15 +238,22 @@ def read_result(reply: dict[str, Any]) -> ExecResult:
             status,
             exit_code=code if code >= 0 and why in ("", "lost") else None,
             signal=-code if code < 0 else None,
-            stdout=bytes(reply["stdout"]),
-            stderr=bytes(reply["stderr"]),
+            stdout=_bytes(reply["stdout"]),
+            stderr=_bytes(reply["stderr"]),
             truncated=bool(reply["truncated"]),
             bytes_total=int(reply["total"]),
             usage=usage,
             message=str(reply.get("message", ""))[:500] or MESSAGES.get(status, ""),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise BoxProtocolError(f"the box's agent sent half a result: {error!r}") from None
+
+
+def _bytes(value: Any) -> bytes:
+    # Not bytes(value): of a number it would make as many zeros.
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} instead of bytes")
+    return value
 
 
 MESSAGES: dict[Status, str] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from palestra.sandbox.types import SandboxUnavailableError
 
-MODULES = ("frames", "kernel", "files", "jobs", "sessions", "agent")
+MODULES = ("frames", "kernel", "files", "jobs", "bash_session", "python_session", "sessions", "agent")
 """In the order in which they need each other."""
 
 BOOT = """
@@ -97,6 +97,7 @@ def environment(extra: tuple[tuple[str, str], ...], home: str) -> dict[str, str]
 
 
 def readable(path: str) -> bool:
-    """Whether a folder can be entered by everybody: a box's user is nobody's."""
+    """Whether everybody can read a file, or enter and list a folder: a box's user is nobody's."""
     at = Path(path).resolve()
-    return all(os.stat(folder).st_mode & 0o005 == 0o005 for folder in (at, *at.parents))
+    least = 0o005 if at.is_dir() else 0o004
+    return os.stat(at).st_mode & least == least and all(os.stat(folder).st_mode & 0o001 for folder in at.parents)

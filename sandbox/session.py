@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from palestra.sandbox.types import BoxFileError, BoxLostError, ExecResult, SessionKind
 
@@ -18,7 +18,7 @@ class AgentSession:
     def __init__(self, box: AgentBox, kind: SessionKind, number: int) -> None:
         self.kind = kind
         self._box, self._number = box, number
-        self._open = True
+        self._open, self._closed = True, False
 
     @property
     def alive(self) -> bool:
@@ -28,16 +28,21 @@ class AgentSession:
         if not self._open:
             return ExecResult("session_lost", message="the session is over; open another")
         request = {"op": "cell", "session": self._number, "code": code}
-        return await self._box.run(request, timeout, max_output)
+        return await self._box.run(request, timeout, max_output, self._heard)
+
+    def _heard(self, reply: dict[str, Any]) -> None:
+        # A refused cell says nothing of the session.
+        if reply.get("alive") == 0:
+            self._open = False
 
     async def interrupt(self) -> None:
         if self._open:
             await self._box.ask({"op": "interrupt", "session": self._number}, CONTROL_S)
 
     async def close(self) -> None:
-        if not self._open:
+        if self._closed:
             return
-        self._open = False
+        self._open, self._closed = False, True
         try:
             await self._box.ask({"op": "shut", "session": self._number}, CONTROL_S)
         except (BoxLostError, BoxFileError):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import dockerd as engine_of_containers
 from tests import sglang, tokenizers
 from tests.live import engine_process
 from tests.tiny import make_tiny_moe
@@ -29,6 +30,12 @@ def tiny_engine(tiny_moe: Path) -> Iterator[str]:
 def sglang_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sglang.SglangEngines]:
     """Two real SGLang engines behind the real router, for all tests that need them."""
     yield from sglang.started(tmp_path_factory.mktemp("sglang"))
+
+
+@pytest.fixture(scope="session")
+def dockerd() -> Iterator[str]:
+    """The address of a container engine of our own that has the sandbox's image."""
+    yield from engine_of_containers.started()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.cli import doctor
+from palestra.cli import doctor_template as doctor
 from palestra.cli.main import main
 from palestra.server.renderer.families.generic import GenericRenderer
 from palestra.server.renderer.registry import make_renderer

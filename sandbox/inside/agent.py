@@ -2,13 +2,13 @@
 
 In: frames on a descriptor; the first is `setup`. Out: a frame for each. It ends when the supervisor goes away, and the box with it.
 
-    setup      mode, limits, preload, packages, env, home -> pid, python, missing
+    setup      mode, limits, preload, packages, env, home, cgroup (1: count what it counts) -> pid, python, missing
     exec       argv (list or text), stdin, env, cwd, timeout, keep, most -> result
     python     code, stdin, env, cwd, timeout, keep, most -> result
-    open       kind -> session
+    open       kind -> session; what runs is not waited for
     cell       session, code, timeout, keep, most -> result, alive
     interrupt  session; answered at once, also while a cell runs
-    shut       session
+    shut       session; a cell that runs in it is answered first
     write read list folder link   files, in pieces
     clean      ends everything but the agent
     result     why ("" timeout output lost), exit (negative: a signal), stdout, stderr, total, truncated, wall_s, cpu_s
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
         def expire(self) -> None: ...
 
 
+LOOK_S, LOOK_SELDOM_S = 0.02, 0.2
+"""How often orphans are collected while a run or a session may leave some: at first, and when there were none for a while."""
+
+
 class Agent:
     """The loop. Descriptors have callbacks, the one running thing has a deadline."""
 
@@ -49,9 +53,12 @@ class Agent:
         self.callbacks: dict[int, Callable[[], None]] = {}
         self.running: Foreground | None = None
         self.sessions: dict[int, sessions.Session] = {}
+        self.opened = 0
         self.reaper = kernel.Reaper(kernel.TREE)
         self.limits: dict[str, int] = {}
+        self.cgroup: kernel.Cgroup | None = None
         self.watch(control_in, self._control)
+        self.look_s, self.look_at = LOOK_S, 0.0
 
     def watch(self, fd: int, ready: Callable[[], None], *, write: bool = False) -> None:
         """Calls `ready` whenever the descriptor can be read (or written), or its other end closed."""
@@ -67,22 +74,41 @@ class Agent:
         """Process ids of open sessions."""
         return [session.pid for session in self.sessions.values() if session.alive]
 
+    def others(self) -> set[int]:
+        """Process ids of open sessions, and of the job that runs."""
+        running = self.running
+        return {*self.leaders(), *([running.pid] if isinstance(running, jobs.Job) else [])}
+
     def serve(self) -> None:
         """For ever."""
         while True:
             running = self.running
-            wait_ms = None
-            if running is not None and running.deadline is not None:
-                wait_ms = max(0.0, running.deadline - time.monotonic()) * 1000
-            events = self.poll.poll(wait_ms)
-            for fd, _ in events:
-                callback = self.callbacks.get(fd)
-                if callback is not None:  # one of this round may have removed it
+            ready = [(fd, self.callbacks[fd]) for fd, _ in self.poll.poll(self._wait_ms())]
+            for fd, callback in ready:
+                if (
+                    self.callbacks.get(fd) is callback
+                ):  # one of this round may have closed it, and another got its number
                     callback()
             if running is not None and running is self.running and _due(running):
                 running.expire()
-            if self.running is None:
-                self.reaper.collect()
+            if time.monotonic() >= self.look_at:
+                self._look()
+
+    def _wait_ms(self) -> float | None:
+        """Until the deadline, or until orphans are looked for: they count against the box's processes until somebody collects them. A
+        signal for each would cost every run a tenth of its time."""
+        if self.running is None and not self.leaders():
+            return None
+        until = self.look_at
+        if self.running is not None and self.running.deadline is not None:
+            until = min(until, self.running.deadline)
+        return max(0.0, until - time.monotonic()) * 1000
+
+    def _look(self) -> None:
+        before = self.reaper.collected
+        self.reaper.collect()
+        self.look_s = LOOK_S if self.reaper.collected > before else min(2 * self.look_s, LOOK_SELDOM_S)
+        self.look_at = time.monotonic() + self.look_s
 
     def _control(self) -> None:
         data = os.read(self.control_in, jobs.CHUNK)
@@ -116,9 +142,15 @@ class Agent:
     def _begin(self, operation: str, request: dict[str, Any]) -> None:
         if self.running is not None:
             raise RuntimeError("something runs already")
+        self.look_s, self.look_at = LOOK_S, time.monotonic() + LOOK_S
+        if self.cgroup is not None:
+            self.cgroup.begin()
         if operation == "cell":
-            session = self.sessions[request["session"]]
-            self.running = session.begin(request)
+            session = self.sessions.get(request["session"])
+            if session is None or not session.alive:
+                self.answer(request, sessions.lost("the session is over; open another"))
+            else:
+                self.running = session.begin(request)
         elif operation == "python":
             self.running = jobs.Job(self, request, lambda: jobs.run_python(request))
         else:
@@ -128,12 +160,17 @@ class Agent:
         """What ran is over."""
         if self.running is what:
             self.running = None
+        if self.cgroup is not None:
+            result.update(self.cgroup.since())
         self.answer(what.request, result)
 
     def answer(self, request: dict[str, Any], reply: dict[str, Any]) -> None:
         """Sends a reply; the supervisor that does not read it is gone."""
         reply["id"] = request.get("id")
-        data = memoryview(pack(reply))
+        try:
+            data = memoryview(pack(reply))
+        except FrameError as error:  # a folder full of long names, for one
+            data = memoryview(pack({"error": f"no answer: {error}", "errno": 0, "id": request.get("id")}))
         try:
             while data:
                 data = data[os.write(self.control_out, data) :]
@@ -145,7 +182,11 @@ class Agent:
         kernel.become_ancestor(request["mode"])
         self.reaper.mode = request["mode"]
         self.limits = dict(request["limits"])
+        if request.get("cgroup"):
+            self.cgroup = kernel.Cgroup()
         files.HOME = request["home"]
+        files.PLACES = dict(request.get("places") or {})
+        kernel.NESTED = bool(request.get("nested"))
         os.environ.clear()
         os.environ.update(request["env"])
         if request.get("packages"):
@@ -160,27 +201,32 @@ class Agent:
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Starts a session."""
-        number = max(self.sessions, default=0) + 1
-        self.sessions[number] = sessions.start(self, request["kind"])
-        return {"session": number}
+        session = sessions.start(self, request["kind"])
+        self.opened += 1
+        self.sessions[self.opened] = session
+        return {"session": self.opened}
 
     def interrupt(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ctrl-C to a session."""
-        self.sessions[request["session"]].interrupt()
+        session = self.sessions.get(request["session"])
+        if session is not None:
+            session.interrupt()
         return {}
 
     def shut(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ends a session and what it started."""
-        self.sessions.pop(request["session"]).end()
+        session = self.sessions.pop(request["session"], None)
+        if session is not None:
+            session.end()
         return {}
 
     def clean(self, request: dict[str, Any]) -> dict[str, Any]:
         """Ends everything. What ran is answered first."""
+        for session in self.sessions.values():
+            session.end("lost", "everything in the box was ended; open another session")
+        self.sessions.clear()
         if self.running is not None:
             self.running.expire()
-        for session in self.sessions.values():
-            session.end()
-        self.sessions.clear()
         self.reaper.kill_all()
         return {}
 
@@ -208,7 +254,8 @@ def main(control_in: int, control_out: int) -> None:
     if control_in <= 2 or control_out <= 2:
         null = os.open("/dev/null", os.O_RDWR)
         moved = os.dup(control_in), os.dup(control_out)
-        for fd in (0, 1, 2):
+        # Its stderr stays: an engine keeps what it says, should it fail.
+        for fd in (0, 1):
             os.dup2(null, fd)
         control_in, control_out = moved
     os.set_inheritable(control_in, False)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 HOME = "/workspace"
 """Where relative paths begin; the agent sets it where a box's own folder is elsewhere."""
 
+PLACES: dict[str, str] = {}
+"""Where /workspace and /tmp are, in a box that has no root of its own."""
 
 MOST = 3000
 """Names in one answer."""
@@ -21,7 +23,14 @@ MOST = 3000
 
 def at(path: str) -> str:
     """The absolute path."""
-    return os.path.normpath(os.path.join(HOME, path))
+    path = os.path.normpath(os.path.join(HOME, path))
+    if any(_below(path, real) for real in PLACES.values()):  # the box's folder may itself be below /tmp
+        return path
+    return next((real + path[len(name) :] for name, real in PLACES.items() if _below(path, name)), path)
+
+
+def _below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
 
 
 def write(request: dict[str, Any]) -> dict[str, Any]:

@@ -29,10 +29,13 @@ def pack(message: dict[str, Any]) -> bytes:
     """A frame, its length in front. Values: None, int, float, str, bytes, lists of those, and dicts with str names.
 
     Raises:
-        FrameError: a value of another type, or too long a frame.
+        FrameError: a value of another type, one that has no room in 64 bits or is no text, or too long a frame.
     """
     parts: list[bytes] = []
-    _put(message, parts)
+    try:
+        _put(message, parts)
+    except (struct.error, UnicodeEncodeError) as error:
+        raise FrameError(f"a value cannot travel: {error}") from None
     body = b"".join(parts)
     if len(body) > MAX_FRAME:
         raise FrameError(f"a frame of {len(body)} bytes; at most {MAX_FRAME} are allowed")

@@ -1,0 +1,1 @@
+"""The sandbox host: gives boxes of this machine to clients elsewhere."""

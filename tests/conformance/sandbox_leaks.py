@@ -1,0 +1,90 @@
+"""What a test's process holds of this machine: to be compared before and after.
+
+Only what is this process's own is looked at, since others may use the machine at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Holdings:
+    processes: int
+    """That descend from this one."""
+    descriptors: Counter[str]
+    """Of this process, by kind."""
+    cgroups: int
+    """Folders of boxes below owners that are this process or descend from it."""
+    mounts: int
+    """On this machine, with our name in them."""
+    folders: int
+    """Of boxes, in the folder for temporary things."""
+
+
+def holdings() -> Holdings:
+    """As it stands."""
+    mine = descendants()
+    return Holdings(
+        len(mine), _descriptors(), _cgroups({os.getpid(), *mine}), _mounts(), _folders({os.getpid(), *mine})
+    )
+
+
+def descendants() -> set[int]:
+    """Processes that descend from this one and have not ended."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it ended meanwhile
+                continue
+            if state not in "ZX":
+                parents[int(name)] = int(parent)
+    found, grew = {os.getpid()}, True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        grew = bool(more)
+        found |= more
+    return found - {os.getpid()}
+
+
+def _descriptors() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[os.readlink(f"/proc/self/fd/{name}").partition(":")[0]] += 1
+        except OSError:  # the listing's own
+            continue
+    return found
+
+
+def _cgroups(owners: set[int]) -> int:
+    count = 0
+    for root in Path("/sys/fs/cgroup").glob("**/palestra-sandbox"):
+        for owner in root.iterdir():
+            if owner.is_dir() and _service(owner.name) in owners:
+                count += sum(1 for path in owner.iterdir() if path.is_dir())
+    return count
+
+
+def _service(owner: str) -> int:
+    """The process that an owner's name says (see `keeper.owners`); 0 where it says none."""
+    parts = owner.split("-")
+    return int(parts[1]) if len(parts) == 5 and parts[1].isdigit() else 0
+
+
+def _mounts() -> int:
+    return sum("palestra" in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def _folders(owners: set[int]) -> int:
+    count = 0
+    for root in Path("/tmp").glob("palestra-boxes-*"):
+        for owner in root.iterdir():
+            if _service(owner.name) in owners:
+                count += sum(1 for _ in owner.iterdir())
+    return count
