@@ -16,7 +16,7 @@ VERBS = {
     "engine": "install, start and serve inference engines (SGLang) and their router",
     "sandbox": "lend boxes for model-written code to other machines; remove what dead processes left",
     "convert": "write a model folder in another form: block-quantised",
-    "doctor": "check what a run stands on: a model's chat template",
+    "doctor": "check what a run stands on: a model's chat template, this machine's sandboxes",
     "role": "run one process of a job (started by train)",
 }
 

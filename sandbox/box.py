@@ -7,7 +7,8 @@ runs. Waits for the agent, a little longer than for the code.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from palestra.sandbox.channel import RUNS, Channel, Counts, StreamChannel
@@ -145,7 +146,8 @@ class AgentBox:
         if kind not in ("python", "bash"):
             raise ValueError(f"a session of kind {kind!r}; known: python, bash")
         reply = await self.ask({"op": "open", "kind": kind}, GRACE_S)
-        return AgentSession(self, kind, int(reply["session"]))
+        with understood():
+            return AgentSession(self, kind, int(reply["session"]))
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         for offset in range(0, max(len(data), 1), PIECE):
@@ -156,16 +158,19 @@ class AgentBox:
         found = bytearray()
         while True:
             reply = await self.ask({"op": "read", "path": path, "offset": len(found), "size": PIECE}, FILE_S)
-            if int(reply["size"]) > max_bytes:
-                raise BoxFileError(f"{path}: {reply['size']} bytes; at most {max_bytes} were asked for")
-            found += reply["data"]
-            if not reply["data"] or len(found) >= int(reply["size"]):
+            with understood():
+                size, data = int(reply["size"]), _bytes(reply["data"])
+            if size > max_bytes:
+                raise BoxFileError(f"{path}: {size} bytes; at most {max_bytes} were asked for")
+            found += data
+            if not data or len(found) >= size:
                 return bytes(found[:max_bytes])
 
     async def list(self, path: str = ".") -> list[Entry]:
         reply = await self.ask({"op": "list", "path": path}, FILE_S)
-        rows = zip(reply["names"], reply["kinds"], reply["sizes"], reply["modes"], reply["targets"], strict=True)
-        return [Entry(*row) for row in rows]
+        with understood():
+            rows = zip(reply["names"], reply["kinds"], reply["sizes"], reply["modes"], reply["targets"], strict=True)
+            return [_entry(*row) for row in rows]
 
     async def export(self, path: str = ".", *, max_bytes: int = 64 * MIB) -> bytes:
         return await pack_tree(self, [path], max_bytes)
@@ -224,12 +229,12 @@ def read_result(reply: dict[str, Any]) -> ExecResult:
     """
     if "error" in reply:
         raise ValueError(str(reply["error"])[:500])
-    try:
+    with understood():
         code, why = int(reply["exit"]), str(reply["why"])
         usage = Usage(
             float(reply["wall_s"]),
             float(reply["cpu_s"]),
-            reply.get("peak"),
+            _number(reply.get("peak")),
             int(reply.get("oom") or 0),
             int(reply.get("pids") or 0),
         )
@@ -245,8 +250,30 @@ def read_result(reply: dict[str, Any]) -> ExecResult:
             usage=usage,
             message=str(reply.get("message", ""))[:500] or MESSAGES.get(status, ""),
         )
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """What an agent says may be anything: a part that is missing or of another kind is a fault of the box's.
+
+    Raises:
+        BoxProtocolError: it was not what an agent of ours would say.
+    """
+    try:
+        yield
     except (KeyError, TypeError, ValueError) as error:
-        raise BoxProtocolError(f"the box's agent sent half a result: {error!r}") from None
+        raise BoxProtocolError(f"the box's agent sent half an answer: {error!r}") from None
+
+
+def _entry(name: str, kind: Any, size: int, mode: int, target: str) -> Entry:
+    # A name that leads elsewhere would do so again where an archive of it is unpacked.
+    if "/" in name or name in ("", ".", "..") or kind not in ("file", "folder", "link", "other"):
+        raise ValueError(f"an entry called {name[:80]!r} of kind {kind!r}")
+    return Entry(name, kind, int(size), int(mode), str(target))
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _bytes(value: Any) -> bytes:

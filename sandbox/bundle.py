@@ -45,7 +45,7 @@ killed is there."""
 _COMPILE = """
 import marshal, sys
 parts = marshal.loads(sys.stdin.buffer.read())
-done = [(name, compile(code, "<palestra " + name + ">", "exec")) for name, code in parts]
+done = [(name, compile(code, "<palestra " + name + ">", "exec", optimize=2)) for name, code in parts]
 sys.stdout.buffer.write(marshal.dumps(done))
 """
 

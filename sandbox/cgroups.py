@@ -236,19 +236,21 @@ def remove(folders: list[str]) -> bool:
 
 def owners(where: Hierarchy) -> set[str]:
     """Owners that have groups here."""
-    found: set[str] = set()
-    for folder in where.folders():
-        if os.path.isdir(folder):
-            found.update(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    return found
+    return _below(where.folders())
 
 
 def boxes(where: Hierarchy, owner: str) -> set[str]:
     """Boxes of an owner."""
+    return _below(where.folders(owner))
+
+
+def _below(folders: list[str]) -> set[str]:
     found: set[str] = set()
-    for folder in where.folders(owner):
-        if os.path.isdir(folder):
+    for folder in folders:
+        try:
             found.update(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        except FileNotFoundError:  # not made yet, or another process has just cleared it
+            continue
     return found
 
 

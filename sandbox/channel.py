@@ -111,9 +111,10 @@ class StreamChannel(asyncio.Protocol):
         return {**reply, "oom": counts.oom_kills, "pids": counts.refused_pids, "peak": counts.peak_bytes}
 
     async def close(self) -> None:
+        # What was not sent yet is of no use any more, and a box that does not read would hold an orderly close for ever.
         self._fail(BoxLostError("the box was closed"))
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
             await self._closed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -142,7 +143,7 @@ class StreamChannel(asyncio.Protocol):
     def _reject(self, why: str) -> None:
         self._fail(BoxProtocolError(f"the box's agent sent {why}"))
         if self._transport is not None:
-            self._transport.abort() if isinstance(self._transport, asyncio.Transport) else self._transport.close()
+            self._transport.abort()
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from palestra.sandbox.channel import Counts, StreamChannel
-from palestra.sandbox.types import BoxLostError, SandboxError, SandboxUnavailableError
+from palestra.sandbox.types import SandboxError, SandboxUnavailableError
 
 MOST_HEAD = 16 * 1024
 """Bytes of an answer's head, or of the text of a refusal."""
@@ -119,13 +119,6 @@ class AttachedChannel(StreamChannel):
                 await self._ready
         except TimeoutError:
             raise SandboxError(f"the container engine did not attach within {timeout:g} s") from None
-
-    async def close(self) -> None:
-        # What was not sent yet is of no use any more, and a box that does not read would hold an orderly close for ever.
-        self._fail(BoxLostError("the box was closed"))
-        if isinstance(self._transport, asyncio.Transport) and not self._closed.done():
-            self._transport.abort()
-            await self._closed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

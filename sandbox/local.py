@@ -112,6 +112,8 @@ class LocalBackend:
         self._where: cgroups.Hierarchy | None = None
         self._keeper: KeeperClient | None = None
         self._starting = asyncio.Lock()
+        self._burying = asyncio.Lock()
+        self._buried: set[str] = set()
         self._numbers = itertools.count(1)
         self._boxes: dict[int, AgentBox] = {}
         self._closed = False
@@ -267,12 +269,16 @@ class LocalBackend:
         for box in list(self._boxes.values()):
             if box.alive:
                 task = asyncio.ensure_future(box.close())
-                task.add_done_callback(lambda done: done.exception())
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _bury(self, keeper: KeeperClient) -> None:
         """Removes what a keeper left that was killed."""
         await keeper.close()
-        await asyncio.to_thread(clear, self._where, keeper.hello.get("folders"), [keeper.hello.get("owner", "")])
+        async with self._burying:
+            if keeper.hello.get("owner", "") in self._buried:
+                return
+            self._buried.add(keeper.hello.get("owner", ""))
+            await asyncio.to_thread(clear, self._where, keeper.hello.get("folders"), [keeper.hello.get("owner", "")])
 
     async def reap(self) -> int:
         return await asyncio.to_thread(reap)
@@ -311,8 +317,8 @@ def _closed_off(path: str) -> bool:
     Raises:
         SandboxUnavailableError: there is no such path.
     """
-    if not os.path.exists(path):
-        raise SandboxUnavailableError(f"{path}: no such file or folder on this machine")
+    if not os.path.isabs(path) or not os.path.exists(path):
+        raise SandboxUnavailableError(f"{path}: no such file or folder on this machine; give an absolute path")
     return not bundle.readable(path)
 
 

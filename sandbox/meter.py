@@ -64,6 +64,7 @@ class Witness:
         self._keeper, self._where, self._number = keeper, where, number
         self._meter: Meter | None = None
         self._last = Counts()
+        self._closed = False
 
     def open(self) -> None:
         """Once the box is there.
@@ -76,9 +77,12 @@ class Witness:
 
     def __call__(self) -> Counts:
         """What was counted since the box began; once it is gone, what was counted last."""
+        if self._closed:
+            return self._last
         if self._meter is None:
             self._keeper.look()
-            return Counts(oom_kills=self._keeper.kills[self._number])
+            self._last = Counts(oom_kills=self._keeper.kills[self._number])
+            return self._last
         try:
             self._last = Counts(*self._meter.read())
         except OSError:  # the group was removed: what it said last stays true
@@ -86,6 +90,8 @@ class Witness:
         return self._last
 
     def close(self) -> None:
-        """The box is gone."""
+        """The box is going."""
+        self()
+        self._closed = True
         if self._meter is not None:
             self._meter.close()

@@ -75,15 +75,7 @@ class Limits:
     """CPU time per time, where a cgroup can hold it."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "memory_bytes",
-            "pids",
-            "disk_bytes",
-            "file_bytes",
-            "open_files",
-            "output_bytes",
-            "total_output_bytes",
-        ):
+        for name in ("disk_bytes", "file_bytes", "open_files", "output_bytes", "total_output_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} is {getattr(self, name)}; it must be at least 1")
         if self.memory_bytes < 32 * MIB:
@@ -93,9 +85,7 @@ class Limits:
         if self.cpus <= 0:
             raise ValueError(f"limits.cpus is {self.cpus}; it must be positive")
         if self.output_bytes > MAX_OUTPUT_BYTES:
-            raise ValueError(
-                f"limits.output_bytes is {self.output_bytes}; at most {MAX_OUTPUT_BYTES} fit into an answer"
-            )
+            raise ValueError(f"limits.output_bytes is {self.output_bytes}; at most {MAX_OUTPUT_BYTES} are possible")
 
 
 MAX_OUTPUT_BYTES = 4 * MIB

@@ -57,7 +57,13 @@ async def sandbox_host(folder: Path) -> AsyncIterator[str]:
 
 
 def _start_host(out: Path) -> subprocess.Popen[bytes]:
-    options = ["--listen=127.0.0.1:0", "--sandbox.backend=bubblewrap", f"--sandbox.boxes={BOXES}", "--sandbox.warm=2"]
+    options = [
+        "--listen=127.0.0.1:0",
+        "--sandbox.backend=bubblewrap",
+        f"--sandbox.boxes={BOXES}",
+        "--sandbox.warm=0",
+        "--sandbox.memory_bytes=536870912",
+    ]
     options.append(f'--host.share=["/tmp", "{PACKAGES}"]')
     command = [sys.executable, "-P", "-m", "palestra.cli.main", "sandbox", "serve", *options]
     with out.open("wb") as file:

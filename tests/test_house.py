@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("envs", "agents", "server", "trainer", "cli")
+PACKAGES = ("sandbox", "envs", "agents", "server", "trainer", "cli")
 HEAVY = ("torch", "megatron", "transformers", "fastapi", "uvicorn", "openai", "aiohttp", "ray")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import docker
+from palestra.sandbox.container_labels import OWNER, owner
 from palestra.sandbox.types import Backend
 from palestra.sandbox.unsafe import UnsafeSubprocess
 from tests import sandbox_backends
@@ -39,13 +42,26 @@ class RealSuite(ConfinedSuite):
     """A backend of the ci tier, by its name."""
 
     name: str
+    address = ""
+    """Of the container engine, where there is one."""
 
     @classmethod
     def opened(cls, request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Backend]:
         factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
         folder: Path = factory.mktemp(cls.name)
-        dockerd = str(request.getfixturevalue("dockerd")) if cls.name == "docker" else ""
-        return sandbox_backends.started(cls.name, dockerd, folder)
+        if cls.name == "docker":
+            cls.address = str(request.getfixturevalue("dockerd"))
+        return sandbox_backends.started(cls.name, cls.address, folder)
+
+
+def containers_of_ours(address: str) -> list[str]:
+    """Names of containers that this process made and that are still there."""
+    client = docker.APIClient(base_url=address)
+    try:
+        labels = {"label": f"{OWNER}={owner()}"}
+        return [str(found["Names"]) for found in client.containers(all=True, filters=labels)]
+    finally:
+        client.close()
 
 
 @pytest.mark.ci
@@ -58,6 +74,10 @@ class TestDocker(RealSuite):
     name = "docker"
     quick_runs = 300
     many = 12
+    connections = 12
+
+    async def leftovers(self, backend: Backend) -> list[str]:
+        return await asyncio.to_thread(containers_of_ours, self.address)
 
 
 @pytest.mark.ci
@@ -73,3 +93,6 @@ class TestLandlock(RealSuite):
 class TestRemote(RealSuite):
     name = "remote"
     quick_runs = 300
+    connections = 64
+    # Over HTTP a short request may come before a long one that was sent first.
+    other_sessions = frozenset({"check_ctrl_c_before_a_cell_has_begun_is_for_that_cell"})

@@ -157,7 +157,7 @@ _DEVICES = """
 for path in ("/dev/mem", "/dev/kmem", "/dev/port", "/dev/kmsg", "/dev/kvm", "/dev/fuse", "/dev/net/tun", "/dev/sda", "/dev/vda",
              "/dev/loop0", "/dev/loop-control", "/dev/mapper/control", "/dev/uinput", "/dev/hpet", "/dev/vhost-net", "/dev/nvme0n1",
              "/proc/kcore"):
-    attempt(path, lambda: os.close(os.open(path, os.O_RDONLY)))
+    reach(path, path, os.O_RDONLY)
 import stat
 def node(kind, major, minor):
     os.mknod("node", kind | 0o666, os.makedev(major, minor))

@@ -53,8 +53,17 @@ def call(name, *arguments):
     if found == -1:
         raise OSError(ctypes.get_errno(), name)
     return found
+def reach(name, path, flags):
+    # Containers hide files of the kernel behind /dev/null.
+    try:
+        fd = os.open(path, flags)
+        about = os.fstat(fd)
+        tell(name, "HIDDEN" if about.st_rdev == os.makedev(1, 3) else "DONE")
+        os.close(fd)
+    except OSError as error:
+        tell(name, word(error))
 def writable(name, path):
-    attempt(name, lambda: os.close(os.open(path, os.O_WRONLY)))
+    reach(name, path, os.O_WRONLY)
 def linger():
     os.execv("/bin/sleep", [SCENE["marker"], "60"])
 """

@@ -16,9 +16,9 @@ In: frames on a descriptor; the first is `setup`. Out: a frame for each. It ends
 
 from __future__ import annotations
 
+import gc
 import os
 import select
-import signal
 import sys
 import time
 
@@ -27,6 +27,7 @@ from .frames import FrameError, Inbox, pack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable
     from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
         deadline: float | None
 
         def expire(self) -> None: ...
+else:
+    import _signal as signal  # signal itself loads enum, which takes a third of a box's start
 
 
 LOOK_S, LOOK_SELDOM_S = 0.02, 0.2
@@ -85,9 +88,8 @@ class Agent:
             running = self.running
             ready = [(fd, self.callbacks[fd]) for fd, _ in self.poll.poll(self._wait_ms())]
             for fd, callback in ready:
-                if (
-                    self.callbacks.get(fd) is callback
-                ):  # one of this round may have closed it, and another got its number
+                # One of this round may have closed it, and another got its number.
+                if self.callbacks.get(fd) is callback:
                     callback()
             if running is not None and running is self.running and _due(running):
                 running.expire()
@@ -197,6 +199,8 @@ class Agent:
                 __import__(name)
             except ImportError as error:
                 missing.append(f"{name}: {error}")
+        gc.collect()
+        gc.freeze()  # a collection in a child would touch, and so copy, all that was loaded
         return {"pid": os.getpid(), "python": ".".join(map(str, sys.version_info[:3])), "missing": missing}
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,16 @@
 In: the file, then one call after the other as a literal. Out: for each a line with the caller's token and ("ok", value) or ("raise", name).
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from typing import Any
+
+_palestra_work: Any = None
 
 
-def _palestra_load(path):
+def _palestra_load(path: str) -> None:
     """Imports the work; what it prints goes nowhere."""
     import importlib.util
 
@@ -15,11 +20,13 @@ def _palestra_load(path):
     sys.path.append(os.getcwd())
     name = os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(name, os.path.abspath(path))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path}: no Python file")
     _palestra_work = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(_palestra_work)
 
 
-def _palestra_call(token, line, most):
+def _palestra_call(token: str, line: str, most: int) -> None:
     """Calls one function and writes its answer."""
     import ast
 

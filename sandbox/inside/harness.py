@@ -4,11 +4,15 @@ In: two numbers on standard input, which is then closed. Out, on what was standa
 work can run, the second when all tests have passed. All else that is printed goes to standard error.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
-def main(wish):
+def main(wish: dict[str, Any]) -> None:
     """Runs the tests, says whether they passed, and ends the process."""
     begun, done = _all_of(0).split()
     null = os.open(os.devnull, os.O_RDONLY)
@@ -39,7 +43,7 @@ def main(wish):
     leave(0 if passed else 1)
 
 
-def _all_of(fd):
+def _all_of(fd: int) -> bytes:
     found = b""
     while True:
         more = os.read(fd, 4096)
@@ -48,7 +52,7 @@ def _all_of(fd):
         found += more
 
 
-def _contents(folder):
+def _contents(folder: str) -> dict[str, bytes]:
     """Files below a folder; what Python writes beside them is none of them."""
     found = {}
     for at, _, names in os.walk(folder):
@@ -60,14 +64,14 @@ def _contents(folder):
     return found
 
 
-def _script(folder, sources, argv):
+def _script(folder: str, sources: dict[str, bytes], argv: list[str]) -> Callable[[], bool]:
     """One file, run as the main module."""
     path = os.path.join(folder, argv[0])
     code = compile(sources[path], path, "exec")
     module = type(sys)("__main__")
     module.__file__ = path
 
-    def run():
+    def run() -> bool:
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
         return True
@@ -75,7 +79,7 @@ def _script(folder, sources, argv):
     return run
 
 
-def _unittest(folder, sources, argv):
+def _unittest(folder: str, sources: dict[str, bytes], argv: list[str]) -> Callable[[], bool]:
     """Test cases of some files, from the texts that were there at the start."""
     import unittest
 
@@ -84,7 +88,7 @@ def _unittest(folder, sources, argv):
         paths = [path for path in sources if os.path.basename(path).startswith("test") and path.endswith(".py")]
     codes = [(path, compile(sources[path], path, "exec")) for path in paths]
 
-    def run():
+    def run() -> bool:
         suite = unittest.TestSuite()
         for path, code in codes:
             name = os.path.splitext(os.path.basename(path))[0]
@@ -98,7 +102,7 @@ def _unittest(folder, sources, argv):
     return run
 
 
-def _pytest(folder, sources, argv):
+def _pytest(folder: str, sources: dict[str, bytes], argv: list[str]) -> Callable[[], bool]:
     """Everything in the folder. No plugin is loaded because it lies somewhere, no configuration is looked for above the folder."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.dont_write_bytecode = True
@@ -107,7 +111,7 @@ def _pytest(folder, sources, argv):
     config = [os.path.join(folder, "pytest.ini")] if os.path.join(folder, "pytest.ini") in sources else [os.devnull]
     fixed = ["-c", *config, "--rootdir", folder, "--confcutdir", folder, "-p", "no:cacheprovider", "-q"]
 
-    def run():
+    def run() -> bool:
         return int(pytest.main([*fixed, *argv, folder])) == 0
 
     return run

@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import errno
 import os
-import signal
 import sys
 import time
 
@@ -16,10 +15,13 @@ from . import files, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable
     from typing import Any
 
     from .agent import Agent
+else:
+    import _signal as signal  # signal itself loads enum, which takes a third of a box's start
 
 CHUNK = 65536
 NOT_FOUND, NOT_ALLOWED = 127, 126

@@ -8,13 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import signal
 import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any
+else:
+    import _signal as signal  # signal itself loads enum, which takes a third of a box's start
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
@@ -142,20 +144,21 @@ def below(roots: set[int], tree: dict[int, int]) -> set[int]:
     return found
 
 
+COUNTED = {
+    "oom": (("memory/memory.oom_control", b"oom_kill"), ("memory.events", b"oom_kill")),
+    "pids": (("pids/pids.events", b"max"), ("pids.events", b"max")),
+    "peak": (("memory/memory.max_usage_in_bytes", b""), ("memory.peak", b"")),
+}
+"""By version of cgroups: the file, and the name before the number."""
+
+
 class Cgroup:
     """What the box's own cgroup counted, as it is seen in here; for boxes whose cgroup nobody out there can read. What has no file counts
     nothing."""
 
-    PLACES = {
-        "oom": (("memory/memory.oom_control", b"oom_kill"), ("memory.events", b"oom_kill")),
-        "pids": (("pids/pids.events", b"max"), ("pids.events", b"max")),
-        "peak": (("memory/memory.max_usage_in_bytes", b""), ("memory.peak", b"")),
-    }
-    """By version of cgroups: the file, and the name before the number."""
-
     def __init__(self, root: str = "/sys/fs/cgroup") -> None:
         self.files: dict[str, tuple[int, bytes]] = {}
-        for name, places in self.PLACES.items():
+        for name, places in COUNTED.items():
             for path, key in places:
                 if os.path.exists(f"{root}/{path}"):
                     self.files[name] = os.open(f"{root}/{path}", os.O_RDONLY | os.O_CLOEXEC), key

@@ -8,14 +8,16 @@ Waits for the next cell. The interpreter is forked from the agent, so what the a
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 from . import jobs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any
+else:
+    import _signal as signal  # signal itself loads enum, which takes a third of a box's start
 
 TOKEN, HEAD = 32, 40
 STATUS = 3

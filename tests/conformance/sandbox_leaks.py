@@ -25,6 +25,21 @@ class Holdings:
     """Of boxes, in the folder for temporary things."""
 
 
+def differences(before: Holdings, after: Holdings, connections: int = 0) -> list[str]:
+    """What is held more or less than before; so many sockets more are a pool's, kept for the next call."""
+    found = [
+        f"{name}: {was} before, {now} after"
+        for name in ("processes", "cgroups", "mounts", "folders")
+        if (was := getattr(before, name)) != (now := getattr(after, name))
+    ]
+    kinds = {*before.descriptors, *after.descriptors}
+    for kind in sorted(kinds):
+        was, now = before.descriptors[kind], after.descriptors[kind]
+        if was != now and not (kind == "socket" and connections and now <= was + connections):
+            found.append(f"descriptors of {kind}: {was} before, {now} after")
+    return found
+
+
 def holdings() -> Holdings:
     """As it stands."""
     mine = descendants()
