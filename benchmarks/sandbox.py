@@ -112,7 +112,7 @@ async def measure(docker_url: str, rounds: int) -> dict[str, Any]:
         waiting = {
             "python": [cells.expects(box, cells.run_script, b"1\n") for box in warm],
             "true": [cells.expects(box, cells.run_true, b"") for box in warm],
-            "zygote": [cells.expects(box, cells.run_numpy, b"499500\n") for box in warm],
+            "zygote": [cells.expects(box, cells.run_numpy, b"numpy\n") for box in warm],
             "lifecycle": [cells.lifecycle(backend, BoxSpec())] * cells.AT_A_TIME,
             "docker_agent": [cells.expects(inside, cells.run_true, b"")],
         }

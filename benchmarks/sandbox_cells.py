@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PYTHON = "/usr/bin/python3"
 SCRIPT = (PYTHON, "-I", "-S", "-c", "print(1)")
-NUMPY = "import numpy as np; print(int(np.arange(1000).sum()))"
+NUMPY = "import numpy; print(numpy.__name__)"
 AT_A_TIME = 4
 """Workers of a cell: enough for two cores to be busy all the time."""
 USER = 299_999

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from palestra.sandbox.types import SandboxUnavailableError
 
-MODULES = ("frames", "kernel", "files", "jobs", "bash_session", "python_session", "sessions", "agent")
+MODULES = ("frames", "kernel", "files", "commands", "jobs", "bash_session", "python_session", "sessions", "agent")
 """In the order in which they need each other."""
 
 BOOT = """

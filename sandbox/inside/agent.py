@@ -16,13 +16,12 @@ In: frames on a descriptor; the first is `setup`. Out: a frame for each. It ends
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import sys
 import time
 
-from . import files, jobs, kernel, sessions
+from . import commands, files, jobs, kernel, sessions
 from .frames import FrameError, Inbox, pack
 
 TYPE_CHECKING = False
@@ -46,6 +45,10 @@ LOOK_S, LOOK_SELDOM_S = 0.02, 0.2
 """How often orphans are collected while a run or a session may leave some: at first, and when there were none for a while."""
 
 
+LEAST_FILES = 64
+"""Descriptors that the agent itself may need, some sessions included."""
+
+
 class Agent:
     """The loop. Descriptors have callbacks, the one running thing has a deadline."""
 
@@ -59,6 +62,8 @@ class Agent:
         self.opened = 0
         self.reaper = kernel.Reaper(kernel.TREE)
         self.limits: dict[str, int] = {}
+        self.spawns = False
+        self.warm = False
         self.cgroup: kernel.Cgroup | None = None
         self.watch(control_in, self._control)
         self.look_s, self.look_at = LOOK_S, 0.0
@@ -154,9 +159,12 @@ class Agent:
             else:
                 self.running = session.begin(request)
         elif operation == "python":
+            if not self.warm:
+                self.warm = True
+                jobs.warm_up()
             self.running = jobs.Job(self, request, lambda: jobs.run_python(request))
         else:
-            self.running = jobs.Job(self, request, lambda: jobs.run_command(request))
+            self.running = jobs.Job(self, request, lambda: commands.run(request))
 
     def done(self, what: Foreground, result: dict[str, Any]) -> None:
         """What ran is over."""
@@ -189,6 +197,7 @@ class Agent:
         files.HOME = request["home"]
         files.PLACES = dict(request.get("places") or {})
         kernel.NESTED = bool(request.get("nested"))
+        self._inherit()
         os.environ.clear()
         os.environ.update(request["env"])
         if request.get("packages"):
@@ -199,9 +208,19 @@ class Agent:
                 __import__(name)
             except ImportError as error:
                 missing.append(f"{name}: {error}")
-        gc.collect()
-        gc.freeze()  # a collection in a child would touch, and so copy, all that was loaded
         return {"pid": os.getpid(), "python": ".".join(map(str, sys.version_info[:3])), "missing": missing}
+
+    def _inherit(self) -> None:
+        """Takes limits on itself that it can bear, so that programs inherit them and can be spawned."""
+        if (
+            kernel.NESTED
+            or not set(self.limits) <= {"open_files", "file_bytes"}
+            or self.limits.get("open_files", 0) < LEAST_FILES
+        ):
+            return
+        kernel.limit(self.limits)
+        self.limits = {}
+        self.spawns = True
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Starts a session."""

@@ -6,12 +6,12 @@ In: a request and the agent's loop. Out: a reply. Nothing here blocks: the loop 
 from __future__ import annotations
 
 import builtins
-import errno
+import gc
 import os
 import sys
 import time
 
-from . import files, kernel
+from . import commands, files, kernel
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class Job:
         self.started = time.monotonic()
         self.cpu_before = agent.reaper.cpu_s
         self.older = agent.reaper.present() if agent.leaders() else set()
-        self.pid, (ins, outs, errs) = launch(agent, 3, request, run)
+        start = commands.spawn if agent.spawns and "argv" in request else None
+        self.pid, (ins, outs, errs) = launch(agent, 3, request, run, start)
         agent.reaper.watched.add(self.pid)
         self.feeder = Feeder(agent, ins, request.get("stdin") or b"")
         self.streams = [Stream(outs), Stream(errs)]
@@ -157,9 +158,15 @@ class Job:
         )
 
 
-def launch(agent: Agent, count: int, request: dict[str, Any], run: Callable[[], None]) -> tuple[int, list[int]]:
-    """Forks a child that has `count` pipes as its descriptors from 0 on, and calls `run` in it. The first one goes to the child, the
-    others come from it; returned are its process id and our ends.
+def launch(
+    agent: Agent,
+    count: int,
+    request: dict[str, Any],
+    run: Callable[[], None],
+    start: Callable[[dict[str, Any], list[int]], int] | None = None,
+) -> tuple[int, list[int]]:
+    """Forks a child that has `count` pipes as its descriptors from 0 on, and calls `run` in it; or has `start` make one, if that can. The
+    first pipe goes to the child, the others come from it; returned are its process id and our ends.
 
     Raises:
         OSError: no process or no descriptors could be had.
@@ -167,18 +174,30 @@ def launch(agent: Agent, count: int, request: dict[str, Any], run: Callable[[], 
     pipes: list[tuple[int, int]] = []
     try:
         pipes.extend(os.pipe() for _ in range(count))
-        pid = os.fork()
+        theirs = [pipes[0][0], *(pair[1] for pair in pipes[1:])]
+        pid = _started(start, request, theirs)
+        if pid < 0:
+            pid = os.fork()
     except OSError:
         for pair in pipes:
             os.close(pair[0])
             os.close(pair[1])
         raise
-    theirs = [pipes[0][0], *(pair[1] for pair in pipes[1:])]
     if pid == 0:
         become_child(theirs, request, agent.limits, run)
     for fd in theirs:
         os.close(fd)
     return pid, [pipes[0][1], *(pair[0] for pair in pipes[1:])]
+
+
+def _started(start: Callable[[dict[str, Any], list[int]], int] | None, request: dict[str, Any], fds: list[int]) -> int:
+    """The process that `start` has made; -1 where it cannot: a forked child will say why."""
+    if start is None:
+        return -1
+    try:
+        return start(request, fds)
+    except (OSError, NotImplementedError, ValueError, TypeError, LookupError):
+        return -1
 
 
 def become_child(fds: list[int], request: dict[str, Any], limits: dict[str, int], run: Callable[[], None]) -> None:
@@ -198,12 +217,14 @@ def become_child(fds: list[int], request: dict[str, Any], limits: dict[str, int]
             os.close(fd)
         except OSError:
             os.write(2, b"")
-        kernel.limit(limits)
+        if limits:
+            kernel.limit(limits)
         if kernel.NESTED:
             kernel.nest()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
-        os.environ.update(request.get("env") or {})
+        if request.get("env"):
+            os.environ.update(request["env"])
         os.chdir(files.at(request.get("cwd") or "."))
         run()
         code = 0
@@ -219,26 +240,24 @@ def become_child(fds: list[int], request: dict[str, Any], limits: dict[str, int]
         os._exit(code)
 
 
-def run_command(request: dict[str, Any]) -> None:
-    """In the child: becomes a program."""
-    argv = request["argv"]
-    if isinstance(argv, str):
-        argv = [next((path for path in ("/bin/bash", "/bin/sh") if os.path.exists(path)), "/bin/sh"), "-c", argv]
-    # Not os.execvp: it imports `warnings`, which took half of a short command's time.
-    name = argv[0]
-    folders = [""] if "/" in name else os.environ.get("PATH", "").split(":")
-    refused: OSError | None = None
-    for folder in folders:
-        try:
-            os.execv(os.path.join(folder, name), argv)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            refused = refused or error
-    if refused is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-    refused.filename = name
-    raise refused
+def warm_up() -> None:
+    """Has the interpreter make what it makes when it first compiles something; else every forked child would, at twice its own cost."""
+    exec(compile(WARM, "<warm>", "exec"), {})
+    gc.collect()
+    gc.freeze()
+
+
+WARM = """
+def f(a, *b, c=1):
+    try:
+        return [x for x in b if x] + [a]
+    except ValueError as error:
+        raise
+class C:
+    d = {"k": f"{1:>2}"}
+for i in range(2):
+    f(i)
+"""
 
 
 def run_python(request: dict[str, Any]) -> None:
