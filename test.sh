@@ -16,7 +16,8 @@ case $tier in
     --unit) selected="not walk and not ci and not full" ;;
     --ci)
         selected="ci"
-        system_packages node:nodejs npm:npm mount:mount bwrap:bubblewrap dockerd:docker.io ip:iproute2 openssl:openssl
+        system_packages node:nodejs npm:npm mount:mount bwrap:bubblewrap dockerd:docker.io ip:iproute2 openssl:openssl \
+            /usr/include/linux/bpf.h:linux-libc-dev
         export PALESTRA_ENGINE_ENV=${PALESTRA_ENGINE_ENV:-$PWD/.engine}
         .venv/bin/palestra engine install --cpu --smg --into "$PALESTRA_ENGINE_ENV"
         ;;

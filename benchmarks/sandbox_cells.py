@@ -25,10 +25,10 @@ AT_A_TIME = 4
 USER = 299_999
 """Whom a raw bubblewrap runs as where this process is root."""
 BARE = (
-    "bwrap --unshare-user --unshare-all --die-with-parent --as-pid-1 --new-session --cap-drop ALL --ro-bind /usr /usr --symlink usr/bin /bin "
-    "--symlink usr/lib /lib --symlink usr/lib64 /lib64 --proc /proc --dev /dev --tmpfs /tmp --tmpfs /workspace --tmpfs /dev/shm "
-    "--chdir /workspace --remount-ro / --clearenv --"
-)  # fmt: skip
+    "bwrap --unshare-user --unshare-all --die-with-parent --as-pid-1 --new-session --cap-drop ALL "
+    "--ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib --symlink usr/lib64 /lib64 --proc /proc --dev /dev "
+    "--tmpfs /tmp --tmpfs /workspace --tmpfs /dev/shm --chdir /workspace --remount-ro / --clearenv --"
+)
 """bubblewrap with the mounts of a box, without limits, filter and agent."""
 
 

@@ -172,6 +172,7 @@ class Remote:
         await asyncio.gather(*(box.close() for box in list(self._boxes)))
         if self._session is not None:
             await self._session.close()
+            await asyncio.sleep(0)  # aiohttp's connections close in the loop's next round
             self._session = None
 
 

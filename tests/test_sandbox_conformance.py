@@ -94,5 +94,3 @@ class TestRemote(RealSuite):
     name = "remote"
     quick_runs = 300
     connections = 64
-    # Over HTTP a short request may come before a long one that was sent first.
-    other_sessions = frozenset({"check_ctrl_c_before_a_cell_has_begun_is_for_that_cell"})

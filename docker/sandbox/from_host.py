@@ -110,6 +110,11 @@ def extra_libraries(needed: Iterable[str]) -> list[str]:
     return [path for paths in found if (path := next(filter(os.path.exists, paths), None))]
 
 
+def locale() -> list[str]:
+    """Files of C.UTF-8: without them bash counts bytes for characters."""
+    return [str(path) for path in sorted(Path("/usr/lib/locale/C.utf8").rglob("*")) if path.is_file()]
+
+
 class Root:
     """The archive as it grows. Each path is written once, links with what they point to, all owned by root."""
 
@@ -165,7 +170,7 @@ def write_root(out: IO[bytes]) -> None:
         found, library = programs(), list(standard_library())
         compiled = [path for path in library if path.endswith(".so")]
         extra = extra_libraries(sorted(libraries(found)))
-        for path in [*found, *library, *extra, *sorted(libraries([*found, *compiled, *extra]))]:
+        for path in [*found, *library, *extra, *locale(), *sorted(libraries([*found, *compiled, *extra]))]:
             root.add(path)
         if os.path.exists("/etc/ld.so.cache"):
             root.add("/etc/ld.so.cache")

@@ -33,6 +33,8 @@ START_S = 30.0
 """Longest wait for the pool where there is room: it may have to make a box."""
 CLOSE_S = 10.0
 """Longest wait at the end for requests whose boxes are gone."""
+ORDER_S = 2.0
+"""How long a request that was sent earlier may still be on its way."""
 BOOKKEEPING = 512
 """What keeping an answer costs beside its bytes."""
 
@@ -146,6 +148,8 @@ class BoxDesk:
                 number = lease.unnumbered
             task = asyncio.create_task(self._work(lease, number, request, timeout_s))
             lease.running[number] = task
+            if number > 0:
+                lease.come(number)  # behind the task, so that it starts before those that wait for it
         done, _ = await asyncio.wait((task,), timeout=self.settings.poll_s)
         if done:
             return task.result()
@@ -159,6 +163,9 @@ class BoxDesk:
         began = asyncio.get_running_loop().time()
         answer: dict[str, Any] = {}
         try:
+            if request["op"] == "interrupt":
+                # A short request can overtake a long one on its way; Ctrl-C is for the cell that was sent before it.
+                await lease.in_order(number, ORDER_S)
             answer = await lease.box.forward(request, timeout_s)
             answer.pop("id", None)
             reply = Reply(pack(answer))

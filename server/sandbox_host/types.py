@@ -69,5 +69,29 @@ class Lease:
     """Answers that can be had again."""
     forgotten: int = 0
     """The largest number whose answer is kept no more."""
+    whole: int = 0
+    """All requests up to this number have come."""
+    early: set[int] = field(default_factory=set)
+    """Numbers that came before others below them."""
     unnumbered: int = 0
     """Counts down: numbers of requests whose sender gave none."""
+    order: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced, whenever `whole` has grown."""
+
+    def come(self, number: int) -> None:
+        """A request of this number has come for the first time."""
+        self.early.add(number)
+        while self.whole + 1 in self.early:
+            self.whole += 1
+            self.early.discard(self.whole)
+        self.order.set()
+        self.order = asyncio.Event()
+
+    async def in_order(self, number: int, patience_s: float) -> None:
+        """Waits until all requests below this number have come, or as long as they could be on their way."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while self.whole < number:
+                    await self.order.wait()
+        except TimeoutError:
+            return

@@ -294,7 +294,7 @@ class EngineSuite(UpdateSuite):
         assert len(engine.generate(engine.prompt(72)).ids) == 16
 
     def test_abort_all_answers_everybody(self, engine: EngineUnderTest) -> None:
-        """The later ones may still wait for their place (`start_long` sees tokens of the first as well): they are answered with no token."""
+        """The later ones may still wait for their place (`start_long` sees tokens of the first too): they are answered with none."""
         futures = [self.start_long(engine, engine.prompt(73 + n), f"{random.getrandbits(128):032x}") for n in range(3)]
         engine.ask("/abort_request", abort_all=True)
         for number, future in enumerate(futures):

@@ -37,8 +37,6 @@ class HarmlessSuite(RunCases, FileCases, LifeCases):
     """What may be run where nothing confines it."""
 
     spec = SMALL
-    other_sessions: frozenset[str] = frozenset()
-    """Cases of sessions that a backend does not keep."""
 
     @classmethod
     def opened(cls, request: pytest.FixtureRequest) -> AbstractAsyncContextManager[Backend]:
@@ -61,8 +59,6 @@ class HarmlessSuite(RunCases, FileCases, LifeCases):
 
     @pytest.mark.parametrize("name", [name for name in SESSION_CASES if name not in sandbox_sessions.CONFINED_ONLY])
     async def test_sessions(self, box: Box, name: str) -> None:
-        if name in self.other_sessions:
-            pytest.skip("this backend does not keep it")
         await getattr(sandbox_sessions, name)(box)
 
 
