@@ -22,6 +22,7 @@ from palestra.sandbox.types import (
     SandboxUnavailableError,
 )
 from palestra.sandbox.wire import read_frame
+from palestra.server.sandbox_host import desk as desks
 from palestra.server.sandbox_host.desk import BoxDesk
 from palestra.server.sandbox_host.types import HostRefusal, HostSettings, Reply
 from tests.live import until
@@ -138,6 +139,21 @@ async def test_answers_are_kept_for_a_while_only() -> None:
         await replied(desk, box, 1, LIST)
         with pytest.raises(HostRefusal, match="request 1 is kept no more"):
             await desk.call(box, 1, LIST, 5.0)
+
+
+async def test_ctrl_c_that_overtakes_its_cell_waits_for_it_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FunctionBackend()
+    interrupt = pack({"op": "interrupt", "session": 1})
+    async with desk_on(backend) as desk:
+        box = (await desk.open("a", BoxSpec(), 0)).id
+        early = asyncio.create_task(replied(desk, box, 2, interrupt))
+        await asyncio.sleep(0)
+        assert backend.calls == []
+        await asyncio.gather(replied(desk, box, 1, RUN), early)
+        assert [call["op"] for call in backend.calls] == ["exec", "interrupt"]
+        monkeypatch.setattr(desks, "ORDER_S", 0.01)
+        await replied(desk, box, 4, interrupt)  # what was sent before it never comes
+        assert len(backend.calls) == 3
 
 
 async def test_what_is_not_over_says_whether_it_runs_and_what_only_asks_passes() -> None:
