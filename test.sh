@@ -26,6 +26,6 @@ case $tier in
     *) fail "unknown argument $tier; known: --unit, --ci, --full" ;;
 esac
 # Two workers: jobs wait for their processes more than they compute. A file stays with one worker, and so with its engine.
-workers=(-n 2 --dist loadfile)
+workers=(-n 2 --dist loadfile --no-loadscope-reorder)
 [ "$tier" != --ci ] || workers=()
 exec .venv/bin/python -m pytest "${workers[@]}" -m "$selected" "$@"

@@ -13,6 +13,15 @@ from tests.live import engine_process
 from tests.tiny import make_tiny_moe
 
 
+LONG = ("test_learning.py", "test_crash.py", "test_walk_agents.py", "test_walk.py")
+"""Files that take minutes: first, so that no worker is left with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long files in front."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random tiny Qwen3-MoE."""

@@ -53,7 +53,7 @@ def test_folders_of_somebody_else_are_refused(tmp_path: Path, monkeypatch: pytes
     base = folders.base()
     assert base == folders.base()
     os.rmdir(base)
-    (tmp_path / f"palestra-boxes-{os.getuid()}").symlink_to("/etc")
+    (tmp_path / f"palestra-boxes-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="belongs to somebody else"):
         folders.base()
 

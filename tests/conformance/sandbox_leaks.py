@@ -98,7 +98,7 @@ def _mounts() -> int:
 
 def _folders(owners: set[int]) -> int:
     count = 0
-    for root in Path("/tmp").glob("palestra-boxes-*"):
+    for root in Path("/tmp").glob(f"palestra-boxes-{os.getuid()}"):
         for owner in root.iterdir():
             if _service(owner.name) in owners:
                 count += sum(1 for _ in owner.iterdir())
