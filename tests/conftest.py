@@ -12,7 +12,6 @@ from tests import sglang, tokenizers
 from tests.live import engine_process
 from tests.tiny import make_tiny_moe
 
-
 LONG = ("test_learning.py", "test_crash.py", "test_walk_agents.py", "test_walk.py")
 """Files that take minutes: first, so that no worker is left with one of them at the end."""
 
