@@ -141,7 +141,7 @@ class TestNamespace:
         yield box
         await box.close()
 
-    @pytest.mark.ci
+    @pytest.mark.full  # the backends run the same cases in the ci tier
     @pytest.mark.parametrize("name", NAMES)
     async def test_sessions(self, box: AgentBox, name: str) -> None:
         await getattr(cases, name)(box)
