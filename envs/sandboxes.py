@@ -184,7 +184,7 @@ async def make_backend(section: SandboxConfig) -> Backend:
 
 def _hold(backend: Backend, section: SandboxConfig) -> None:
     enforced = backend.enforced()
-    if lacking := [name for name in section.require if getattr(enforced, name) != "kernel"]:
+    if lacking := [name for name in section.require if name in enforced.weaker()]:
         notes = "".join(f"\n  {note}" for note in enforced.notes)
         raise SandboxUnavailableError(
             f"{backend.name}: the kernel does not hold {', '.join(lacking)} here, which sandbox.require names{notes}"

@@ -25,6 +25,7 @@ from palestra.sandbox.types import (
     BoxSpec,
     Entry,
     ExecResult,
+    SandboxUnavailableError,
     SessionKind,
     Snapshot,
     Status,
@@ -209,6 +210,17 @@ class AgentBox:
         if error := reply.get("error"):
             raise BoxFileError(f"{request.get('path') or request['op']}: {str(error)[:500]}")
         return reply
+
+    async def introduce(self, request: dict[str, Any], timeout: float) -> None:
+        """The agent's first request: what the box is like.
+
+        Raises:
+            SandboxUnavailableError: modules that were to be preloaded are not there.
+            BoxLostError, BoxFileError: as of `ask`.
+        """
+        reply = await self.ask(request, timeout)
+        if reply["missing"]:
+            raise SandboxUnavailableError(f"cannot preload: {'; '.join(map(str, reply['missing']))}")
 
     async def close(self) -> None:
         if self._closing is None:

@@ -63,7 +63,7 @@ class Bubblewrap(LocalBackend):
             raise SandboxUnavailableError(f"bubblewrap: {error}") from None
         bundle.compiled(self.python)
 
-    async def planned(self, spec: BoxSpec, place: Place) -> LaunchPlan:
+    async def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
         if spec.image is not None:
             raise SandboxUnavailableError(
                 f"bubblewrap has no images (asked for {spec.image}): boxes see the host's own /usr; take docker"

@@ -92,7 +92,7 @@ async def _tried(name: str, options: Mapping[str, Any], require: Sequence[str]) 
     try:
         await backend.start()
         held = backend.enforced()
-        lacking = [promise for promise in require if getattr(held, promise) != "kernel"]
+        lacking = [promise for promise in require if promise in held.weaker()]
         keep = not lacking
     except (SandboxError, OSError) as error:
         return None, str(error)

@@ -157,9 +157,7 @@ class Docker:
         self._boxes.add(box)
         channel.write(bundle.sources())
         try:
-            reply = await box.ask(container_config.setup(spec, counts_itself=counts is None), START_S)
-            if reply["missing"]:
-                raise SandboxUnavailableError(f"cannot preload: {'; '.join(map(str, reply['missing']))}")
+            await box.introduce(container_config.setup(spec, counts_itself=counts is None), START_S)
         except BaseException as error:
             await asyncio.shield(box.close())
             if not isinstance(error, BoxLostError):

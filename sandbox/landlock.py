@@ -53,7 +53,7 @@ class Landlock(LocalBackend):
             raise SandboxUnavailableError(f"landlock: {self.python} must be an interpreter below /usr")
         bundle.compiled(self.python)
 
-    async def planned(self, spec: BoxSpec, place: Place) -> LaunchPlan:
+    async def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
         if spec.image is not None:
             raise SandboxUnavailableError(
                 f"landlock has no images (asked for {spec.image}): boxes see the host's own /usr"

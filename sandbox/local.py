@@ -125,7 +125,7 @@ class LocalBackend:
             SandboxUnavailableError: something is missing.
         """
 
-    def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
+    async def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
         """How a box of this spec is started.
 
         Raises:
@@ -179,12 +179,8 @@ class LocalBackend:
         keeper = await self._kept()
         number = next(self._numbers)
         place = Place(number, os.path.join(keeper.hello["folders"], keeper.hello["owner"], str(number)))
-        plan = await self.planned(spec, place)
+        plan = await self.plan(spec, place)
         return await self._launch(keeper, spec, place, plan)
-
-    async def planned(self, spec: BoxSpec, place: Place) -> LaunchPlan:
-        """`plan`, for subclasses that have to wait for something first."""
-        return self.plan(spec, place)
 
     async def _launch(self, keeper: KeeperClient, spec: BoxSpec, place: Place, plan: LaunchPlan) -> AgentBox:
         number = place.number
@@ -224,7 +220,7 @@ class LocalBackend:
     ) -> None:
         channel.write(plan.agent)
         try:
-            reply = await box.ask(setup_request(box.spec, plan, self.ground), SETUP_S)
+            await box.introduce(setup_request(box.spec, plan, self.ground), SETUP_S)
         except (BoxLostError, BoxFileError) as error:
             await started  # raises, where the keeper could not even fork
             said = await self._last_words(keeper, number)
@@ -232,8 +228,6 @@ class LocalBackend:
             raise SandboxUnavailableError(
                 f"{self.name}: a box did not come up: {said or error}{f'. {hint}' if hint else ''}"
             ) from error
-        if reply["missing"]:
-            raise SandboxUnavailableError(f"cannot preload: {'; '.join(map(str, reply['missing']))}")
 
     async def _last_words(self, keeper: KeeperClient, number: int) -> str:
         reply = await keeper.ask({"op": "kill", "box": number})

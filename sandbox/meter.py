@@ -9,8 +9,46 @@ from palestra.sandbox.channel import Counts
 from palestra.sandbox.keeper.client import KeeperClient
 
 
-class Meter:
-    """Reads what a group counted. Its files stay open: a look is three short reads."""
+class CountFiles:
+    """What a group counted. Its files stay open: a look is three short reads."""
+
+    def __init__(self, oom: str | None, pids: str | None, peak: str | None) -> None:
+        """Files that tell killed processes, refused ones, and the most bytes at a time; what is None or not there counts nothing.
+
+        Raises:
+            OSError: the group is gone.
+        """
+        self._files = [_open(oom, b"oom_kill "), _open(pids, b"max "), _open(peak, b"")]
+        self._last = Counts()
+
+    def read(self) -> tuple[int, int, int | None]:
+        """Processes killed for memory, processes refused, and the most bytes at a time (None where the kernel does not say).
+
+        Raises:
+            OSError: the group was removed.
+        """
+        oom, pids, peak = (_figure(fd, key) for fd, key in self._files)
+        return oom or 0, pids or 0, peak
+
+    def __call__(self) -> Counts:
+        """What is counted now; of a group that is gone, or after `close`, what was counted last."""
+        if self._files:
+            try:
+                self._last = Counts(*self.read())
+            except OSError:  # the group was removed: what it said last stays true
+                return self._last
+        return self._last
+
+    def close(self) -> None:
+        """Closes its files. Safe to call twice."""
+        while self._files:
+            fd, _ = self._files.pop()
+            if fd >= 0:
+                os.close(fd)
+
+
+class Meter(CountFiles):
+    """Of a group that the keeper made."""
 
     def __init__(self, where: Hierarchy, owner: str, box: str) -> None:
         """
@@ -19,30 +57,17 @@ class Meter:
         """
         first = where.version == 1
         memory, pids = where.folder("memory", owner, box), where.folder("pids", owner, box)
-        self._oom = _open(memory, "memory.oom_control" if first else "memory.events", b"oom_kill ")
-        self._pids = _open(pids, "pids.events", b"max ")
-        self._peak = _open(memory, "memory.max_usage_in_bytes" if first else "memory.peak", b"")
-
-    def read(self) -> tuple[int, int, int | None]:
-        """Processes killed for memory, processes refused, and the most bytes at a time (None where the kernel does not say).
-
-        Raises:
-            OSError: the group was removed.
-        """
-        return _figure(*self._oom) or 0, _figure(*self._pids) or 0, _figure(*self._peak)
-
-    def close(self) -> None:
-        """Closes its files. Safe to call twice."""
-        for fd in (self._oom[0], self._pids[0], self._peak[0]):
-            if fd >= 0:
-                os.close(fd)
-        self._oom = self._pids = self._peak = (-1, b"")
+        super().__init__(
+            memory and f"{memory}/{'memory.oom_control' if first else 'memory.events'}",
+            pids and f"{pids}/pids.events",
+            memory and f"{memory}/{'memory.max_usage_in_bytes' if first else 'memory.peak'}",
+        )
 
 
-def _open(folder: str | None, name: str, key: bytes) -> tuple[int, bytes]:
-    if folder is None or not os.path.exists(f"{folder}/{name}"):
+def _open(path: str | None, key: bytes) -> tuple[int, bytes]:
+    if path is None or not os.path.exists(path):
         return -1, key
-    return os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC), key
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC), key
 
 
 def _figure(fd: int, key: bytes) -> int | None:
@@ -82,11 +107,8 @@ class Witness:
         if self._meter is None:
             self._keeper.look()
             self._last = Counts(oom_kills=self._keeper.kills[self._number])
-            return self._last
-        try:
-            self._last = Counts(*self._meter.read())
-        except OSError:  # the group was removed: what it said last stays true
-            return self._last
+        else:
+            self._last = self._meter()
         return self._last
 
     def close(self) -> None:

@@ -72,19 +72,19 @@ def program(machine: str | None = None, *, inet: bool = True) -> bytes:
     if kind not in MACHINES:
         raise ValueError(f"no seccomp filter for {kind}; there is one for {', '.join(MACHINES)}")
     column = MACHINES.index(kind)
-    code = [_op(_LOAD, _ARCH), _op(_EQUAL, AUDIT[kind], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER)]
+    code = [op(_LOAD, _ARCH), op(_EQUAL, AUDIT[kind], 1, 0), op(_RETURN, _KILL), op(_LOAD, _NUMBER)]
     if kind == "x86_64":
-        code += [_op(_AT_LEAST, X32, 0, 1), _op(_RETURN, _KILL)]
+        code += [op(_AT_LEAST, X32, 0, 1), op(_RETURN, _KILL)]
     refused = [numbers[column] for numbers in DENIED.values()]
     code += _refuse([number for number in refused if number is not None], errno.EPERM)
     # glibc falls back to clone, whose flags a filter can read.
     code += _refuse([CLONE3], errno.ENOSYS)
-    code += _when(CLONE[kind], [_load_argument(0), _op(_ANY_BIT, sum(NAMESPACES), 0, 1), _fail(errno.EPERM)])
+    code += _when(CLONE[kind], [_load_argument(0), op(_ANY_BIT, sum(NAMESPACES), 0, 1), _fail(errno.EPERM)])
     families = FAMILIES if inet else FAMILIES[:1]
     for number in SOCKETS[kind]:
         code += _when(number, [_load_argument(0), *_unless(families), _fail(errno.EAFNOSUPPORT)])
     code += _when(IOCTL[kind], [_load_argument(1), *_refuse(TERMINAL, errno.EPERM)])
-    return b"".join([*code, _op(_RETURN, _ALLOW)])
+    return b"".join([*code, op(_RETURN, _ALLOW)])
 
 
 def install(*, inet: bool = True) -> None:
@@ -94,9 +94,17 @@ def install(*, inet: bool = True) -> None:
         OSError: the kernel refuses.
         ValueError: no table for this machine.
     """
+    put(program(inet=inet))
+
+
+def put(code: bytes) -> None:
+    """Puts a filter on this process, for good.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     import ctypes
 
-    code = program(inet=inet)
     text = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(text))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -131,29 +139,30 @@ def _argument(index: int, operator: str, value: int, second: int = 0) -> dict[st
     return {"index": index, "op": operator, "value": value, "valueTwo": second}
 
 
-def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """An instruction of classic BPF."""
     return struct.pack("HBBI", code, if_true, if_false, value)
 
 
 def _load_argument(index: int) -> bytes:
     """Its lower half, on little-endian machines."""
-    return _op(_LOAD, _ARGUMENT + 8 * index)
+    return op(_LOAD, _ARGUMENT + 8 * index)
 
 
 def _fail(number: int) -> bytes:
-    return _op(_RETURN, _ERRNO | number)
+    return op(_RETURN, _ERRNO | number)
 
 
 def _refuse(values: list[int] | tuple[int, ...], error: int) -> list[bytes]:
     """Fails if what is loaded is one of these."""
-    return [part for value in values for part in (_op(_EQUAL, value, 0, 1), _fail(error))]
+    return [part for value in values for part in (op(_EQUAL, value, 0, 1), _fail(error))]
 
 
 def _unless(values: tuple[int, ...]) -> list[bytes]:
     """Jumps over the next instruction if what is loaded is one of these."""
-    return [_op(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [op(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
 
 
 def _when(number: int, body: list[bytes]) -> list[bytes]:
     """Runs `body` for this call; what does not fail in it is allowed."""
-    return [_op(_EQUAL, number, 0, len(body) + 1), *body, _op(_RETURN, _ALLOW)]
+    return [op(_EQUAL, number, 0, len(body) + 1), *body, op(_RETURN, _ALLOW)]

@@ -38,7 +38,7 @@ class UnsafeSubprocess(LocalBackend):
     async def prepare(self) -> None:
         logger.warning("unsafe_subprocess: model-written code runs with all rights of this user")
 
-    def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
+    async def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
         if spec.image or spec.mounts:
             raise SandboxUnavailableError("unsafe_subprocess has no images and mounts nothing")
         return LaunchPlan(

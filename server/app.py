@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
 import uvloop
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -33,7 +32,7 @@ from palestra.server.gateway.types import Dialect
 from palestra.server.listen import LOOPBACK
 from palestra.server.publish_routes import publishing
 from palestra.server.publishing.bodies import BODIES as PUBLISH_BODIES
-from palestra.server.ready import ReadyServer
+from palestra.server.ready import ReadyServer, config_of
 from palestra.server.routes import control, models, on_error, on_gone, on_http_error
 from palestra.server.service import RolloutService
 from palestra.server.session_routes import BODIES, sessions
@@ -152,18 +151,7 @@ def serve(listeners: Sequence[tuple[FastAPI, socket.socket]], on_ready: Callable
     """Serves every application on its listener, in one loop, until a signal ends them together; the first one's lifespan spans them all.
     False where it did not start (the cause is in the log)."""
     raise_file_limit()
-    config = uvicorn.Config(
-        listeners[0][0] if len(listeners) == 1 else Doors(listeners),
-        http="httptools",
-        access_log=False,
-        log_config=None,
-        lifespan="on",
-        timeout_keep_alive=120,
-        timeout_graceful_shutdown=5,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-    )
+    config = config_of(listeners[0][0] if len(listeners) == 1 else Doors(listeners), grace_s=5)
     server = ReadyServer(config, on_ready)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve(sockets=[sock for _, sock in listeners]))

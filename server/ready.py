@@ -5,8 +5,25 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
+
+
+def config_of(app: Any, *, grace_s: int) -> uvicorn.Config:
+    """How every listener of ours is served; `grace_s`: how long open requests are waited for at the end, seconds."""
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        access_log=False,
+        log_config=None,
+        lifespan="on",
+        timeout_keep_alive=120,
+        timeout_graceful_shutdown=grace_s,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+    )
 
 
 class ReadyServer(uvicorn.Server):

@@ -39,11 +39,11 @@ async def test_specs_that_cannot_be_had(tmp_path: Path) -> None:
     backend = Bubblewrap()
     place = Place(1, "/nowhere")
     with pytest.raises(SandboxUnavailableError, match="take docker"):
-        await backend.planned(BoxSpec(image="python:3.12"), place)
+        await backend.plan(BoxSpec(image="python:3.12"), place)
     with pytest.raises(SandboxUnavailableError, match="no such file or folder"):
-        await backend.planned(BoxSpec(packages=str(tmp_path / "none")), place)
+        await backend.plan(BoxSpec(packages=str(tmp_path / "none")), place)
     with pytest.raises(SandboxUnavailableError, match="no such file or folder"):
-        await backend.planned(BoxSpec(mounts=(Mount(str(tmp_path / "none"), "/data"),)), place)
+        await backend.plan(BoxSpec(mounts=(Mount(str(tmp_path / "none"), "/data"),)), place)
 
 
 def test_refusals_name_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,7 @@ class TestWithoutBoxes:
     async def test_a_plan_writes_to_its_own_folder_alone(self) -> None:
         backend = Landlock()
         backend._abi = 7
-        plan = await backend.planned(BoxSpec(), Place(1, "/tmp/boxes/1"))
+        plan = await backend.plan(BoxSpec(), Place(1, "/tmp/boxes/1"))
         assert plan.confine is not None
         assert plan.confine["write"] == ["/tmp/boxes/1"]
         assert (plan.home, plan.mode, plan.folder) == ("/tmp/boxes/1/workspace", "domain", True)

@@ -95,7 +95,6 @@ class Job:
         self.agent, self.request = agent, request
         self.keep = int(request["keep"])
         self.most = int(request["most"])
-        self.why = ""
         self.started = time.monotonic()
         self.cpu_before = agent.reaper.cpu_s
         self.older = agent.reaper.present() if agent.leaders() else set()

@@ -15,6 +15,7 @@ import resource
 import struct
 
 from palestra.sandbox import seccomp
+from palestra.sandbox.seccomp import op
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """Numbers on every machine (include/uapi/asm-generic/unistd.h)."""
-PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, FILTER = 22, 38, 2
+PR_SET_NO_NEW_PRIVS = 38
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 MAKE_CHAR, MAKE_SOCK, MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
@@ -79,7 +80,7 @@ def confine(wish: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     enter_domain(wish["abi"], wish["read"], wish["write"], wish["devices"])
-    _put(calls_filter(platform.machine(), shared_user=bool(wish["shared_user"])))
+    seccomp.put(calls_filter(platform.machine(), shared_user=bool(wish["shared_user"])))
     seccomp.install(inet=False)
 
 
@@ -132,21 +133,21 @@ def calls_filter(machine: str, *, shared_user: bool) -> bytes:
     if machine not in seccomp.MACHINES:
         raise ValueError(f"no table of system calls for {machine}; known: {', '.join(seccomp.MACHINES)}")
     column = seccomp.MACHINES.index(machine)
-    allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _REFUSE)
-    code = _op(_LOAD, 0)
+    allow, refuse = op(_RETURN, _ALLOW), op(_RETURN, _REFUSE)
+    code = op(_LOAD, 0)
     for table in (REFUSED, BY_PATH) if shared_user else (REFUSED,):
         for numbers in table.values():
             if (number := numbers[column]) is not None:
-                code += _op(_EQUAL, number, 0, 1) + refuse
+                code += op(_EQUAL, number, 0, 1) + refuse
     for pair in OF_OTHERS.values():
-        code += _op(_EQUAL, pair[column], 0, 4) + _op(_LOAD, 16) + _op(_EQUAL, 0, 0, 1) + allow + refuse
+        code += op(_EQUAL, pair[column], 0, 4) + op(_LOAD, 16) + op(_EQUAL, 0, 0, 1) + allow + refuse
     # A pair of datagram sockets can be turned to any socket of the host by its path.
-    code += _op(_EQUAL, SOCKETPAIR[column], 0, 5) + _op(_LOAD, 24) + _op(_AND, 0xF)
-    code += _op(_EQUAL, DATAGRAM, 1, 0) + allow + refuse
+    code += op(_EQUAL, SOCKETPAIR[column], 0, 5) + op(_LOAD, 24) + op(_AND, 0xF)
+    code += op(_EQUAL, DATAGRAM, 1, 0) + allow + refuse
     if shared_user:
         # Without a path it is the times of an open file. Both halves of the pointer count.
-        code += _op(_EQUAL, UTIMENSAT[column], 0, 6) + _op(_LOAD, 24) + _op(_EQUAL, 0, 0, 3)
-        code += _op(_LOAD, 28) + _op(_EQUAL, 0, 0, 1) + allow + refuse
+        code += op(_EQUAL, UTIMENSAT[column], 0, 6) + op(_LOAD, 24) + op(_EQUAL, 0, 0, 3)
+        code += op(_LOAD, 28) + op(_EQUAL, 0, 0, 1) + allow + refuse
     return code + allow
 
 
@@ -161,16 +162,6 @@ def tasks_of(uid: int) -> int:
             except OSError:  # it ended meanwhile
                 continue
     return count
-
-
-def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    return struct.pack("HBBI", code, if_true, if_false, value)
-
-
-def _put(code: bytes) -> None:
-    text = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(text))
-    _check(_libc.prctl(PR_SET_SECCOMP, FILTER, header, 0, 0), "the filter of calls")
 
 
 def _check(result: int, what: str) -> int:

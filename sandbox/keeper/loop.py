@@ -12,7 +12,6 @@ When the service is gone everything is ended and cleared, and the keeper ends. W
 
 from __future__ import annotations
 
-import array
 import importlib
 import os
 import select
@@ -145,16 +144,14 @@ class Keeper:
         """Takes what has come; False when the service is gone."""
         while True:
             try:
-                # Not by socket.recv_fds: Python 3.11's drops its flags, and would wait here.
-                flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-                data, given, _, _ = self.sock.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(4 * 4), flags)
+                data, given = _receive(self.sock)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
                 return False
             if not data:
                 return False
-            self._handle(unpack(data), [fd for _, _, packed in given for fd in array.array("i", packed)])
+            self._handle(unpack(data), given)
 
     def _handle(self, request: dict[str, Any], fds: list[int]) -> None:
         try:

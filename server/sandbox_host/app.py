@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 import orjson
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -37,7 +36,7 @@ from palestra.sandbox.wire import (
     read_frame,
     spec_from_message,
 )
-from palestra.server.ready import ReadyServer
+from palestra.server.ready import ReadyServer, config_of
 from palestra.server.sandbox_host.desk import BoxDesk
 from palestra.server.sandbox_host.types import HostRefusal
 
@@ -227,21 +226,7 @@ async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None
         # At once, not when the connections are closed: their requests wait for boxes, and end when those do.
         loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(desk.close())))
 
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        access_log=False,
-        log_config=None,
-        lifespan="on",
-        timeout_keep_alive=120,
-        timeout_graceful_shutdown=10,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-    )
-    # Connections inherit it. asyncio sets it only where a socket names its protocol, and without it each answer waits 40 ms for an ACK.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = ReadyServer(config, on_ready, stop)
+    server = ReadyServer(config_of(app, grace_s=10), on_ready, stop)
     # uvicorn raises the signal that ended it once more: this process would die of it before its backend is closed.
     before = {number: signal.signal(number, _heard) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
