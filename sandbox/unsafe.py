@@ -11,7 +11,8 @@ import sys
 from typing import Any
 
 from palestra.sandbox import bundle
-from palestra.sandbox.local import CONTROL_FD, LaunchPlan, LocalBackend, Place
+from palestra.sandbox.box import AgentBox
+from palestra.sandbox.local import CONTROL_FD, SETUP_S, LaunchPlan, LocalBackend, Place
 from palestra.sandbox.types import PROMISES, BackendName, BoxSpec, Enforced, SandboxUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -41,17 +42,31 @@ class UnsafeSubprocess(LocalBackend):
     async def plan(self, spec: BoxSpec, place: Place) -> LaunchPlan:
         if spec.image or spec.mounts:
             raise SandboxUnavailableError("unsafe_subprocess has no images and mounts nothing")
+        home, temporary = place.folder + "/workspace", place.folder + "/tmp"
         return LaunchPlan(
             argv=tuple(bundle.command(self.python, CONTROL_FD, CONTROL_FD)),
             agent=bundle.compiled(self.python),
             mode="tree",
-            home=place.folder,
+            home=home,
             packages=spec.packages,
+            env=(("TMPDIR", temporary),),
+            # Without these the files of a box would be looked for in the host's own /workspace and /tmp.
+            setup=(("places", {"/workspace": home, "/tmp": temporary}),),
             own_user=False,
             cgroup=False,
             bounded=False,
             folder=True,
         )
+
+    async def create(self, spec: BoxSpec) -> AgentBox:
+        box = await super().create(spec)
+        try:
+            for path in ("/workspace", "/tmp"):  # nothing else makes them: no program of ours confines this agent first
+                await box.ask({"op": "folder", "path": path}, SETUP_S)
+        except BaseException:
+            await box.close()
+            raise
+        return box
 
     def levels(self) -> Enforced:
         nothing: dict[str, Any] = dict.fromkeys(PROMISES, "none")

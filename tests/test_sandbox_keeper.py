@@ -266,7 +266,7 @@ async def main():
     path = os.path.join(backend._keeper.hello["folders"], backend._keeper.hello["owner"])
     while True:
         try:
-            pid = (await asyncio.to_thread(open(f"{path}/{box.id.rsplit('-')[-1]}/here").read)).strip()
+            pid = (await asyncio.to_thread(open(f"{path}/{box.id.rsplit('-')[-1]}/workspace/here").read)).strip()
         except FileNotFoundError:
             pid = ""
         if pid:
