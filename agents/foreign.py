@@ -114,7 +114,7 @@ class _Run:
             messages=(*before, *transcript),
             tools=context.tools,
             reward=_reward(info, outcome),
-            step_rewards=(0.0,) * turns,
+            step_rewards=self._step_rewards(turns, outcome),
             stop_reason=stop or StopReason.ANSWER,
             terminated=stop is None,
             truncated=stop is not None,
@@ -167,6 +167,11 @@ class _Run:
             logger.warning("session %s: %s", self.handle.rollout_id, describe(error))
             return True
 
+    def _step_rewards(self, turns: int, outcome: Outcome) -> tuple[float | None, ...]:
+        """What the rubric gave for single turns, where each model call is one of the transcript; else all counts as the final score."""
+        given = self.inner.step_rewards if outcome.reward is None else ()
+        return given if len(given) == turns else (0.0,) * turns
+
     def _score(self, transcript: Sequence[Message], outcome: Outcome, reason: StopReason) -> StepInfo:
         if outcome.reward is None:
             return self.inner.grade(transcript, self.workspace, reason)
@@ -198,4 +203,4 @@ def _reward(info: StepInfo, outcome: Outcome) -> Reward:
     if outcome.info:
         said = json.dumps(dict(outcome.info), ensure_ascii=False, default=str)
         notes.append(f"agent: {said[:INFO_CHARACTERS]}")
-    return Reward(value, {**scored.components, **outcome.components}, "; ".join(notes))
+    return Reward(value, {**scored.components, **outcome.components}, "; ".join(notes), scored.errors)

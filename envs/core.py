@@ -18,13 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium as gym
 
+from palestra.envs.rubrics import Rubric, Scoring
 from palestra.envs.spaces import AssistantSpace, MessagesSpace, Observation, fresh
 from palestra.envs.tasks import TaskSource
 from palestra.envs.types import EnvError, Message, Reward, StepInfo, StopReason, Task, ToolSpec
+
+if TYPE_CHECKING:
+    from palestra.envs.tools import Call
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +46,8 @@ class Response:
 
 
 class MessageEnv(gym.Env[Observation, Message]):
-    """An environment whose observations are messages. Subclasses give `tasks`, and override `respond` and `score`.
+    """An environment whose observations are messages. Subclasses give `tasks`, override `respond`, and give a `rubric` or override
+    `score`.
 
     One instance plays one episode at a time.
     """
@@ -52,6 +57,10 @@ class MessageEnv(gym.Env[Observation, Message]):
     """A system message that is put before prompts which have none."""
     tasks: TaskSource | Sequence[Task] = ()
     """The environment's own tasks."""
+    rubric: Rubric | None = None
+    """What `score` judges an episode with, of the class or of one instance. Its `per_turn` components add to the rewards of steps."""
+    calls: Sequence[Call] = ()
+    """The tool calls of this episode, in order; environments with tools keep them."""
 
     def __init__(self, render_mode: str | None = None, tasks: TaskSource | Sequence[Task] | None = None) -> None:
         if render_mode not in (None, "ansi"):
@@ -77,12 +86,18 @@ class MessageEnv(gym.Env[Observation, Message]):
         return Response(stop=StopReason.ANSWER)
 
     def score(self, task: Task, transcript: Sequence[Message]) -> float | Reward:
-        """The final score. `transcript`: what came after the prompt; it can be empty when a limit cut the episode."""
-        return 0.0
+        """The final score, by default the rubric's. `transcript`: what came after the prompt; it can be empty when a limit cut the
+        episode.
+        """
+        return 0.0 if self.rubric is None else self.rubric.score(self.scoring(task, transcript))
+
+    def scoring(self, task: Task, transcript: Sequence[Message]) -> Scoring:
+        """What the components of a rubric are shown."""
+        return Scoring(task, tuple(transcript), tuple(self.calls), self.workspace)
 
     def replay(self, transcript: Sequence[Message]) -> None:
         """Takes in the conversation of an agent that played by itself: what `score` looks at and `respond` would have
-        kept. `respond` is not called for such an agent.
+        kept. `respond` is not called for such an agent. Where a rubric judges turns it is called after each, with all until then.
         """
 
     def oracle(self, task: Task) -> list[Message]:
@@ -132,10 +147,9 @@ class MessageEnv(gym.Env[Observation, Message]):
         self.turn += 1
         action = name_calls(action, self.turn)
         self.transcript.append(action)
-        with self._hook("respond"):
-            response = self.respond(action)
+        response = self._answered(action)
         self.transcript += fresh(response.messages)
-        self._step_rewards.append(_number(response.reward))
+        self._step_rewards.append(self._judge_turn(_number(response.reward)))
         reward = math.nan if self._step_rewards[-1] is None else self._step_rewards[-1]
         if response.stop is None:
             return tuple(fresh(response.messages)), reward, False, False, self._info()
@@ -170,10 +184,17 @@ class MessageEnv(gym.Env[Observation, Message]):
         self.transcript[:], self.workspace = fresh(transcript), workspace
         self.turn = sum(message.get("role") == "assistant" for message in transcript)
         self.tool_calls = sum(len(message.get("tool_calls") or ()) for message in transcript)
+        if self.rubric is not None and self.rubric.per_turn:
+            self._judge_turns(transcript)
         with self._hook("replay"):
             self.replay(fresh(transcript))
         info: StepInfo = self._end(reason)[1]["step"]
         return info
+
+    @property
+    def step_rewards(self) -> tuple[float | None, ...]:
+        """What each assistant message earned by itself, before the final score; None where unknown."""
+        return tuple(self._step_rewards)
 
     def render(self) -> str:
         """The conversation so far, one message a line."""
@@ -196,6 +217,17 @@ class MessageEnv(gym.Env[Observation, Message]):
         return self.tasks[index]
 
     # Inside.
+
+    def _answered(self, action: Message) -> Response:
+        # As `_hook` does, without the generator that it makes: this is a good part of a small step.
+        try:
+            return self.respond(action)
+        except EnvError:
+            self.done = True
+            raise
+        except Exception as error:
+            self.done = True
+            raise EnvError(f"respond: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def _hook(self, name: str) -> Iterator[None]:
@@ -223,6 +255,7 @@ class MessageEnv(gym.Env[Observation, Message]):
         self.turn = 0
         self.tool_calls, self.tool_errors, self.tool_seconds = 0, 0, 0.0
         self._step_rewards: list[float | None] = []
+        self._turns = Reward(0.0)
         self.workspace = None
 
     def _end(self, reason: StopReason) -> tuple[float, dict[str, Any]]:
@@ -231,8 +264,27 @@ class MessageEnv(gym.Env[Observation, Message]):
         score = _number(scored.value)
         parts = [*self._step_rewards, score]
         total = None if None in parts else math.fsum(part for part in parts if part is not None)
-        reward = Reward(total, dict(scored.components), scored.note)
+        reward = merged(total, self._turns, scored)
         return math.nan if score is None else score, self._info(reason, reward)
+
+    def _judge_turn(self, given: float | None) -> float | None:
+        """The reward of the transcript's last turn: what `respond` gave, and what the rubric says of it."""
+        if self.rubric is None or not self.rubric.per_turn or self.task is None:
+            return given
+        said = self.rubric.score_turn(self.scoring(self.task, fresh(self.transcript)))
+        if not said.errors or self._turns.errors:  # the note has the first fault, not what is said of every turn
+            said = Reward(said.value, said.components, errors=said.errors)
+        self._turns = merged(None, self._turns, said)
+        return None if given is None or said.value is None else given + said.value
+
+    def _judge_turns(self, transcript: Sequence[Message]) -> None:
+        """Judges each turn of an agent that played by itself, as if it had just been played."""
+        starts = [index for index, message in enumerate(transcript) if message.get("role") == "assistant"]
+        for end in [*starts[1:], len(transcript)] if starts else []:
+            self.transcript[:] = fresh(transcript[:end])
+            with self._hook("replay"):
+                self.replay(fresh(transcript[:end]))
+            self._step_rewards.append(self._judge_turn(0.0))
 
     def _grade(self) -> Reward:
         if self.task is None:
@@ -244,7 +296,7 @@ class MessageEnv(gym.Env[Observation, Message]):
             logger.exception("the grader of %s failed on task %r", type(self).__name__, self.task.id)
             return Reward(None, note=f"grader: {type(error).__name__}: {error}"[:500])
         if reward.value is not None and not math.isfinite(reward.value):
-            return Reward(None, reward.components, f"grader: the score is {reward.value}")
+            return Reward(None, reward.components, f"grader: the score is {reward.value}", reward.errors)
         return reward
 
     def _info(self, stop: StopReason | None = None, reward: Reward | None = None) -> dict[str, Any]:
@@ -252,6 +304,15 @@ class MessageEnv(gym.Env[Observation, Message]):
         step_reward = self._step_rewards[-1] if self._step_rewards else 0.0
         counts = self.tool_calls, self.tool_errors, self.tool_seconds
         return {"step": StepInfo(task_id, self.turn, stop, reward, *counts, step_reward)}
+
+
+def merged(value: float | None, turns: Reward, scored: Reward) -> Reward:
+    """A reward of `value` that keeps the parts of both: those of a name are added up, the first fault of a name stays."""
+    components = dict(turns.components)
+    for name, part in scored.components.items():
+        components[name] = components.get(name, 0.0) + part
+    note = "; ".join(text for text in (turns.note, scored.note) if text)
+    return Reward(value, components, note, {**scored.errors, **turns.errors})
 
 
 def name_calls(message: Message, turn: int) -> Message:

@@ -68,6 +68,8 @@ class Reward:
     """Named parts, unweighted, for the reader."""
     note: str = ""
     """One line that says why, where the rubric has something to say."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """By the name of a part: why it could not be judged. A fault of the grader, never of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
