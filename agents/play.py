@@ -89,6 +89,7 @@ class _Run:
         observation, info = self.env.reset(seed=seed, options={"task": task})
         self.messages += observation
         self.info = info["step"]
+        self.tools = self.inner.tool_specs()  # a task can bring tools of its own
         while True:
             left = self.deadline - time.monotonic()
             if self.info.turn >= self.limits.max_turns:

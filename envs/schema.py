@@ -45,10 +45,9 @@ def read_signature(function: Callable[..., Any], *, skip_first: bool = False) ->
     fields: dict[str, Any] = {}
     for parameter in parameters:
         hint, default = _field(function, parameter, hints)
-        fields[f"f_{parameter.name}"] = (
-            hint,
-            Field(default, alias=parameter.name, description=about.get(parameter.name)),
-        )
+        text = about.get(parameter.name)
+        told = {"description": text} if text else {}  # None would hide what an Annotated hint says
+        fields[f"f_{parameter.name}"] = (hint, Field(default, alias=parameter.name, **told))
     config = ConfigDict(extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=False)
     model = create_model(function.__name__, __config__=config, **fields)
     full = without_titles(model.model_json_schema(by_alias=True))
@@ -103,8 +102,9 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def parse_arguments(signature: Signature, raw: Any) -> dict[str, Any]:
-    """The arguments of a call: JSON text (OpenAI) or an object (some servers). An empty text means none.
+def read_object(raw: Any) -> dict[str, Any]:
+    """The arguments of a call before anybody checked them: JSON text (OpenAI) or an object (some servers). An empty
+    text means none.
 
     A doubly encoded object stays an error: repairing it would reward it.
 
@@ -118,8 +118,17 @@ def parse_arguments(signature: Signature, raw: Any) -> dict[str, Any]:
             raise ValueError(f"arguments are not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"arguments must be a JSON object, got {type(raw).__name__}")
+    return raw
+
+
+def parse_arguments(signature: Signature, raw: Any) -> dict[str, Any]:
+    """The arguments of a call as the function takes them: read by `read_object`, then checked against its hints.
+
+    Raises:
+        ValueError: one line that a model can act on.
+    """
     try:
-        model = signature.model.model_validate(raw)
+        model = signature.model.model_validate(read_object(raw))
     except (ValidationError, RecursionError) as error:
         raise ValueError(_problems(error)) from None
     fields = type(model).model_fields.items()

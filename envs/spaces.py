@@ -20,13 +20,14 @@ Observation = tuple[Message, ...]
 """The messages that are new since the last step; empty after the final answer."""
 
 ROLES = ("system", "user", "assistant", "tool")
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def is_message(value: Any, roles: Collection[str] = ROLES) -> bool:
     """Whether `value` is a chat message of one of `roles`. Extra keys are fine, and so is any text: a model may write
     anything.
     """
-    if not isinstance(value, Mapping) or value.get("role") not in roles:
+    if not isinstance(value, dict | Mapping) or value.get("role") not in roles:
         return False
     if not isinstance(value.get("content"), str | list | None):
         return False
@@ -38,10 +39,14 @@ def fresh(value: Any) -> Any:
     """A copy that shares no container with `value`. For JSON-like data, and several times quicker than
     `copy.deepcopy`.
     """
-    if isinstance(value, Mapping):
-        return {key: fresh(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [fresh(item) for item in value]
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    # Most of what is in a message is text: looking at it here saves a call for each.
+    if kind is dict or isinstance(value, Mapping):
+        return {key: item if type(item) is str else fresh(item) for key, item in value.items()}
+    if kind is list or isinstance(value, list | tuple):
+        return [item if type(item) is str else fresh(item) for item in value]
     return value
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -21,6 +21,7 @@ from palestra.envs.schema import Signature, parse_arguments, read_signature
 from palestra.envs.types import EnvError, Message, ToolError, ToolSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 RESULT_LIMIT = 20_000
 """Characters of a result that the model sees; the middle of a longer one is left out."""
@@ -124,41 +125,77 @@ def collect_tools(cls: type) -> dict[str, Tool]:
     return tools
 
 
-def run_call(call: Mapping[str, Any], tools: Mapping[str, Tool], owner: object) -> Call:
-    """Runs one tool_call of an assistant message against `owner`'s methods.
+def run_call(call: Mapping[str, Any], tools: Mapping[str, Tool], owner: object, beside: bool = False) -> Call:
+    """Runs one tool_call of an assistant message against `owner`'s methods. `beside`: others run at the same time, so a
+    tool without a deadline of its own gets 30 s.
 
     Raises:
         EnvError: the tool has a fault of its own; the episode cannot be scored.
     """
-    function = call.get("function")
-    function = function if isinstance(function, Mapping) else {}
-    name, arguments, result, error = str(function.get("name")), None, None, None
+    name, raw = asked_of(call)
+    arguments, result, error = None, None, None
     try:
         known = tools.get(name)
         if known is None:
-            raise ToolError(f"no tool named {name[:100]!r}; tools: {', '.join(tools)}")
-        arguments = _arguments(known, function.get("arguments"))
-        result = _run(known, getattr(owner, known.attribute), arguments)
+            raise unknown_tool(name, tools)
+        arguments = _arguments(known, raw)
+        deadline = IO_TIMEOUT_S if beside and known.timeout_s is None else known.timeout_s
+        result = _run(known, getattr(owner, known.attribute), arguments, deadline)
         text = result_text(result)
     except ToolError as refusal:
         error = str(refusal)
         text = result_text(f"Error: {error}")
-    message = {"role": "tool", "tool_call_id": str(call.get("id") or ""), "name": name, "content": text}
-    return Call(name, arguments, result, error, message)
+    return Call(name, arguments, result, error, tool_message(call, name, text))
+
+
+def run_beside(work: Sequence[Callable[[], Call]]) -> list[Call]:
+    """Runs calls at the same time, each in a thread of its own, and waits for all; each of them keeps its own deadline.
+
+    Returns:
+        One `Call` for each, in their order.
+
+    Raises:
+        EnvError: as the first of them that did, once all have ended.
+    """
+    futures = [_in_thread(one, f"call-{position}") for position, one in enumerate(work)]
+    concurrent.futures.wait(futures)
+    return [future.result() for future in futures]
+
+
+def asked_of(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """The name and the raw arguments of a tool_call, whatever a model wrote there."""
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    return str(function.get("name")), function.get("arguments")
+
+
+def tool_message(call: Mapping[str, Any], name: str, text: str) -> Message:
+    """The message that answers a tool_call."""
+    return {"role": "tool", "tool_call_id": str(call.get("id") or ""), "name": name, "content": text}
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> ToolError:
+    """What a model is told that calls a tool which is not there."""
+    return ToolError(f"no tool named {name[:100]!r}; tools: {', '.join(known)}")
+
+
+def refuse_calls(action: Message) -> list[Message]:
+    """The answers to the calls of a message in an environment without tools: a chat format wants one for each."""
+    text = "Error: there are no tools here; answer in text"
+    return [tool_message(call, asked_of(call)[0], text) for call in action.get("tool_calls") or ()]
 
 
 def read_call(asked: Mapping[str, Any], answer: Message) -> Call:
     """A call that somebody else ran, from the message that asked and the one that answered it. A text that is JSON is
     taken as the value it writes; one that begins with `Error` as a refusal.
     """
-    function = asked.get("function")
-    function = function if isinstance(function, Mapping) else {}
+    name, raw = asked_of(asked)
     content = answer.get("content")
     text = content if isinstance(content, str) else result_text(content)
     error = text.removeprefix("Error: ") if text.startswith("Error") else None
-    arguments = _json(function.get("arguments"))
+    arguments = _json(raw)
     return Call(
-        name=str(function.get("name")),
+        name=name,
         arguments=arguments if isinstance(arguments, Mapping) else None,
         result=None if error is not None else _json(text),
         error=error,
@@ -181,41 +218,46 @@ def _arguments(known: Tool, raw: Any) -> dict[str, Any]:
         raise ToolError(str(error)) from None
 
 
-def _run(known: Tool, method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _run(known: Tool, method: Callable[..., Any], arguments: dict[str, Any], timeout_s: float | None) -> Any:
     try:
         if known.is_async:
-            return _run_async(known, method, arguments)
-        if known.timeout_s is None:
+            return _run_async(known, method, arguments, IO_TIMEOUT_S if timeout_s is None else timeout_s)
+        if timeout_s is None:
             return method(**arguments)
-        return _run_in_thread(known, method, arguments, known.timeout_s)
+        return _run_in_thread(known, method, arguments, timeout_s)
     except (ToolError, EnvError):
         raise
     except Exception as error:
         raise EnvError(f"tool {known.name}: {type(error).__name__}: {error}") from error
 
 
-def _run_async(known: Tool, method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    deadline = IO_TIMEOUT_S if known.timeout_s is None else known.timeout_s
+def _run_async(known: Tool, method: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
     try:
-        return background.call(method(**arguments), deadline)
+        return background.call(method(**arguments), timeout_s)
     except background.DeadlineError:
-        raise ToolTimeout(f"tool {known.name} ran past {deadline:g} s") from None
+        raise ToolTimeout(f"tool {known.name} ran past {timeout_s:g} s") from None
 
 
 def _run_in_thread(known: Tool, method: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(method(**arguments))
-        except BaseException as error:  # noqa: BLE001 - it is raised again in the episode's thread
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True, name=f"tool-{known.name}").start()
+    future = _in_thread(lambda: method(**arguments), f"tool-{known.name}")
     done, _ = concurrent.futures.wait([future], timeout_s)
     if not done:  # a thread cannot be stopped: its late result is dropped
         raise ToolTimeout(f"tool {known.name} ran past {timeout_s:g} s")
     return future.result()
+
+
+def _in_thread(work: Callable[[], T], name: str) -> concurrent.futures.Future[T]:
+    """Runs `work` in a daemon thread of its own: a pool would be used up by what hangs."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the episode's thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future
 
 
 def result_text(value: Any, limit: int = RESULT_LIMIT) -> str:

@@ -9,11 +9,13 @@ import os
 import select
 import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Optional
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from palestra.envs import background
 from palestra.envs.schema import parse_arguments, read_signature
@@ -25,6 +27,18 @@ from palestra.envs.types import EnvError, Task, ToolError
 class Colour(enum.Enum):
     RED = "red"
     BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Tree(BaseModel):
+    """A tree of names."""
+
+    name: str = Field(description="what it is called")
+    children: list[Tree] = []
 
 
 class Point(BaseModel):
@@ -55,6 +69,105 @@ def nested(points: list[Point], mode: Literal["a", "b"] = "a") -> int:
     return sum(point.x for point in points)
 
 
+def plain_defaults(
+    a: int, b: int = 5, c: float = 0.5, d: bool = False, e: str = "x", f: tuple[int, str] = (1, "a")
+) -> None:
+    """Defaults of every kind."""
+
+
+def nullable(a: int | None, b: Optional[str] = None, c: str = None, d: list[int] | None = None) -> None:  # type: ignore[assignment]  # noqa: RUF013, UP045
+    """Four ways to say none."""
+
+
+def choices(
+    mode: Literal["a", 2, None],
+    colour: Colour,
+    level: Level = Level.LOW,
+    kinds: list[Colour] = [Colour.RED],  # noqa: B006
+) -> None:
+    """Literals and enums."""
+
+
+def containers(
+    names: list[str],
+    pairs: dict[str, list[int]],
+    unique: set[int],
+    either: int | str,
+    anything: Any,
+    rows: list[dict[str, Any]],
+) -> None:
+    """Lists in lists."""
+
+
+def models(tree: Tree, points: list[Point], either: Point | Colour | None = None) -> None:
+    """Nested and recursive models."""
+
+
+def annotated(
+    size: Annotated[int, Field(ge=1, le=9, description="from the hint")],
+    code: Annotated[str, Field(pattern="^[A-Z]+$", max_length=4)] = "AB",
+    day: date = date(2020, 2, 29),
+    tone: Annotated[str, Field(description="from the hint alone")] = "",
+) -> None:
+    """Bounds.
+
+    Args:
+        size: the docstring wins
+        code: letters
+    """
+
+
+def keyword_only(a: int, *, title: str, größe: float = 1.0) -> None:
+    """日本 – a short line.
+
+    And a longer one, with `code` and "quotes".
+
+    Parameters
+    ----------
+    a : int
+        the first
+        of two lines
+    title
+        Ünïcödé \u2028 and emoji 😀
+
+    Returns
+    -------
+    None
+    """
+
+
+def sphinx(a: int, b: str = "") -> None:
+    """Does it.
+
+    :param a: the number
+    :type a: int
+    :param b: the text
+    :returns: nothing
+    :raises ValueError: never
+    """
+
+
+def bare(a: int) -> None:
+    pass
+
+
+AWKWARD = (
+    add,
+    optional,
+    reserved,
+    nested,
+    plain_defaults,
+    nullable,
+    choices,
+    containers,
+    models,
+    annotated,
+    keyword_only,
+    sphinx,
+    bare,
+)
+
+
 class TestSchemas:
     def test_defaults_are_not_required_and_docs_are_descriptions(self) -> None:
         signature = read_signature(add)
@@ -71,6 +184,14 @@ class TestSchemas:
     def test_none_as_default_is_nullable(self) -> None:
         properties = read_signature(optional).parameters["properties"]
         assert properties["note"] == {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("function", AWKWARD, ids=lambda function: function.__name__)
+    def test_awkward_functions_have_the_schemas_that_were_written_down(self, function: Any) -> None:
+        """What models are told. A change of it, ours or pydantic's, is a change of every prompt: it has to be meant."""
+        golden = json.loads((Path(__file__).parent / "golden_schemas.json").read_text())
+        signature = read_signature(function)
+        assert {"description": signature.description, "parameters": signature.parameters} == golden[function.__name__]
 
     @pytest.mark.filterwarnings("error")
     def test_names_that_pydantic_keeps_for_itself_arrive(self) -> None:
@@ -245,7 +366,7 @@ def env() -> Any:
     Toolbox.release.set()
 
 
-def answer(env: Toolbox, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+def answer(env: ToolEnv, *calls: dict[str, Any]) -> list[dict[str, Any]]:
     return list(env.step(say(*calls))[0])
 
 
@@ -298,8 +419,8 @@ class TestCalls:
         for name in ("hang", "hang_async") * 5:
             (got,) = answer(env, ask(name))
             assert "ran past 0.05 s" in got["content"]
-        got = answer(env, ask("double", '{"x": 4}'), ask("quick_async", '{"text": "hi"}'), ask("fixed", '{"x": 9}'))
-        assert [item["content"] for item in got] == ["8", "hi", "9"]
+        after = answer(env, ask("double", '{"x": 4}'), ask("quick_async", '{"text": "hi"}'), ask("fixed", '{"x": 9}'))
+        assert [item["content"] for item in after] == ["8", "hi", "9"]
 
     def test_two_environments_with_waiting_tools_wait_at_the_same_time(self) -> None:
         both = threading.Barrier(2)
@@ -325,6 +446,111 @@ class TestCalls:
         for thread in threads:
             thread.join(30)
         assert got == ["met", "met"]
+
+
+class Side(ToolEnv):
+    """Its calls of one message run at the same time."""
+
+    parallel: ClassVar[bool] = True
+    tasks = (Task("go", None, "t"),)
+    both = threading.Barrier(2)
+    first, second = asyncio.Event(), asyncio.Event()
+
+    @tool
+    def meet(self) -> str:
+        """Returns only when another call is under way."""
+        self.both.wait(20)
+        return "met"
+
+    @tool(timeout_s=20)
+    def meet_in_time(self) -> str:
+        self.both.wait(20)
+        return "met in time"
+
+    @tool
+    async def give(self) -> str:
+        self.first.set()
+        await self.second.wait()
+        return "given"
+
+    @tool
+    async def take(self) -> str:
+        await self.first.wait()
+        self.second.set()
+        return "taken"
+
+    @tool(timeout_s=0.05)
+    def hang(self) -> str:
+        Toolbox.release.wait(30)
+        return "late"
+
+    @tool
+    def echo(self, text: str) -> str:
+        return text
+
+    @tool
+    def refuse(self) -> str:
+        raise ToolError("not today")
+
+    @tool
+    def break_down(self) -> str:
+        raise KeyError("a bug")
+
+
+@pytest.fixture
+def side() -> Any:
+    Toolbox.release.clear()
+    env = Side()
+    env.reset(seed=0)
+    yield env
+    Toolbox.release.set()
+
+
+class TestParallelCalls:
+    def test_two_calls_wait_for_each_other_and_are_answered_in_their_order(self, side: Side) -> None:
+        got = answer(
+            side,
+            ask("meet", "{}", "a"),
+            ask("echo", '{"text": "x"}', "b"),
+            ask("refuse", "{}", "c"),
+            ask("meet_in_time", "{}", "d"),
+        )
+        assert [(item["tool_call_id"], item["content"]) for item in got] == [
+            ("a", "met"),
+            ("b", "x"),
+            ("c", "Error: not today"),
+            ("d", "met in time"),
+        ]
+        assert [call.name for call in side.calls] == ["meet", "echo", "refuse", "meet_in_time"]
+        assert (side.tool_calls, side.tool_errors) == (4, 1)
+
+    def test_two_async_tools_overlap(self, side: Side) -> None:
+        got = answer(side, ask("give", "{}", "a"), ask("take", "{}", "b"))
+        assert [item["content"] for item in got] == ["given", "taken"]
+
+    def test_deadlines_are_each_calls_own(self, side: Side) -> None:
+        got = answer(side, *[ask("hang", "{}", str(at)) for at in range(10)], ask("echo", '{"text": "quick"}', "z"))
+        assert all("ran past 0.05 s" in item["content"] for item in got[:10])
+        assert got[10]["content"] == "quick"
+
+    def test_a_fault_of_one_is_a_fault_of_the_message(self, side: Side) -> None:
+        with pytest.raises(EnvError, match="break_down: KeyError"):
+            side.step(say(ask("echo", '{"text": "x"}'), ask("break_down")))
+
+    def test_one_call_alone_runs_in_the_episodes_own_thread(self) -> None:
+        class Where(ToolEnv):
+            parallel: ClassVar[bool] = True
+            tasks = (Task("go", None, "t"),)
+
+            @tool
+            def thread(self) -> str:
+                return threading.current_thread().name
+
+        env = Where()
+        env.reset(seed=0)
+        assert answer(env, ask("thread"))[0]["content"] == threading.current_thread().name
+        beside = {item["content"] for item in answer(env, ask("thread"), ask("thread"))}
+        assert threading.current_thread().name not in beside
 
 
 @dataclass
