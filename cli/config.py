@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from palestra.agents.config import AgentConfig
 from palestra.envs.config import EnvConfig, Section
+from palestra.envs.sandboxes import SandboxConfig
 from palestra.server.config import EngineSection, RolloutConfig, ScheduleConfig, ServeSection, UpdateSection
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
 
@@ -127,7 +128,7 @@ def check_passed(rollout: EngineSection, sglang: Mapping[str, Any], router: Mapp
 class RunConfig(Section):
     """The whole file of a training run."""
 
-    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "workload", "sandbox", "eval"})
+    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "workload", "eval"})
     model: ModelConfig
     env: EnvConfig
     run: RunSection = RunSection()
@@ -138,6 +139,8 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     weights: WeightsConfig = WeightsConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where environments run code; nothing is started for one that runs none."""
     sft: SftConfig | None = None
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Passed to megatron-core's TransformerConfig untouched, after its names were checked."""

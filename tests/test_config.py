@@ -70,6 +70,9 @@ MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calcu
         ({"schedule": {"deadline_s": float("inf")}}, "schedule.deadline_s"),
         ({"agent": {"kind": "command"}}, "agent.command must be given"),
         ({"run": {"name": "../x"}}, "run.name"),
+        ({"sandbox": {"boxs": 2}}, "unknown field sandbox.boxs; did you mean boxes"),
+        ({"sandbox": {"network": "all"}}, "not built: sandbox.network"),
+        ({"sandbox": {"backend": "unsafe_subprocess"}}, "sandbox.i_understand = true"),
     ],
 )
 def test_wrong_configurations_say_what_is_wrong(tables: dict[str, Any], said: str) -> None:
@@ -99,6 +102,18 @@ def test_overrides_and_the_resolved_file_round_trip(tmp_path: Path) -> None:
     assert (config.optim.lr, config.model.path, config.run.steps, config.optim.betas) == (2e-5, "other", 3, (0.8, 0.9))
     path.write_text(dump_toml(config))
     assert load_config(path) == config
+
+
+def test_a_run_s_sandbox_round_trips_and_a_service_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    given = {"backend": "landlock", "boxes": 3, "mounts": {"/data": "/srv/data"}, "preload": ["numpy"], "warm": 0}
+    config = check_config({**MINIMAL, "sandbox": given}, "x")
+    path.write_text(dump_toml(config))
+    assert load_config(path) == config
+    assert (config.sandbox.boxes, config.sandbox.mounts) == (3, {"/data": "/srv/data"})
+    assert load_config(path, ["--sandbox.boxes=5"]).sandbox.boxes == 5
+    with pytest.raises(ConfigError, match=r"not built: .*sandbox"):
+        check_as(ServeConfig, {"model": MINIMAL["model"], "sandbox": given}, "x")
 
 
 def test_a_service_s_resolved_file_round_trips_and_needs_no_file_at_first(tmp_path: Path) -> None:
@@ -169,7 +184,14 @@ READ_INSIDE = {
     "algo.max_response": "sampling",
 }
 # One value only: every other is refused by name, so there is nothing to consume.
-SINGLE = {"algo.estimator", "optim.schedule", "version"}
+SINGLE = {
+    "algo.estimator",
+    "optim.schedule",
+    "version",
+    "sandbox.network",
+    "sandbox.per_episode",
+    "sandbox.fresh_grader",
+}
 
 
 @pytest.mark.parametrize("form", FORMS)

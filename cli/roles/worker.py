@@ -18,6 +18,7 @@ from palestra.agents.group import EpisodeThreads, Players, run_group
 from palestra.agents.players import player_of
 from palestra.agents.types import GroupAssignment, SessionHandle
 from palestra.cli.roles.context import RoleContext, on_stop
+from palestra.envs import boxes
 from palestra.envs.registry import make_env, open_tasks
 from palestra.envs.types import Episode, Message
 from palestra.server.client import ServiceClient, ServiceError
@@ -115,6 +116,7 @@ def point_at(url: str) -> None:
 
 def main(context: RoleContext) -> int:
     """Plays until SIGTERM."""
+    boxes.configure(context.config.sandbox)
     client = ServiceClient(context.peer("service"), context.token)
     worker = Worker(context, client)
     on_stop(worker.stopping.set)
@@ -122,6 +124,7 @@ def main(context: RoleContext) -> int:
     with HealthListener(worker.status) as listener:
         context.announce(listener.url)
         worker.run()
+    boxes.close_all()
     close_client()
     client.close()
     return 0
