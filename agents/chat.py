@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import httpx2
@@ -32,6 +32,14 @@ same call.
 _shared: tuple[asyncio.AbstractEventLoop, openai.AsyncOpenAI] | None = None
 
 
+class ModelStatusError(AgentError):
+    """The model's server answered with an HTTP error that ends no conversation. `retry_after`: its header, if it sent one."""
+
+    def __init__(self, message: str, status: int, retry_after: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
 class ChatPolicy:
     """Plays one session."""
 
@@ -42,7 +50,10 @@ class ChatPolicy:
         *,
         model: str = "policy",
         request_timeout_s: float = 300.0,
+        params: Mapping[str, Any] | None = None,
+        on_usage: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
+        """`params`: further fields of every request; None takes a field out. `on_usage` is given the `usage` of each reply ({} without)."""
         self._url = f"{handle.base_url.rstrip('/')}/chat/completions"
         self._key = handle.api_key
         self._request_timeout_s = request_timeout_s
@@ -53,6 +64,9 @@ class ChatPolicy:
         }
         if sampling.seed is not None:
             self._fixed["seed"] = sampling.seed
+        if params:
+            self._fixed = {key: value for key, value in {**self._fixed, **params}.items() if value is not None}
+        self._on_usage = on_usage
 
     def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec], timeout_s: float) -> PolicyReply:
         """The next assistant message. See `Policy.act`; `timeout_s` is what the episode has left."""
@@ -74,7 +88,7 @@ class ChatPolicy:
             _raise_status(error)
         except openai.OpenAIError as error:
             raise AgentError(f"{self._url}: {type(error).__name__}: {error.__cause__ or error}") from error
-        return _read_reply(content, self._url)
+        return _read_reply(content, self._url, self._on_usage)
 
     async def _post(self, body: bytes) -> bytes:
         headers = {
@@ -126,18 +140,23 @@ def _raise_status(error: openai.APIStatusError) -> NoReturn:
     said = str(body.get("message") or error.message)
     if (stop := stop_of(error.status_code, body, said)) is not None:
         raise stop from None
-    raise AgentError(f"HTTP {error.status_code} {code or 'without a code'}: {said[:500]}") from error
+    text = f"HTTP {error.status_code} {code or 'without a code'}: {said[:500]}"
+    raise ModelStatusError(text, error.status_code, error.response.headers.get("retry-after")) from error
 
 
-def _read_reply(content: bytes, url: str) -> PolicyReply:
+def _read_reply(content: bytes, url: str, on_usage: Callable[[Mapping[str, Any]], None] | None = None) -> PolicyReply:
     try:
-        choice = orjson.loads(content)["choices"][0]
+        reply = orjson.loads(content)
+        choice = reply["choices"][0]
         raw, finish_reason = choice["message"], choice["finish_reason"]
         message = {key: value for key, value in raw.items() if value is not None}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AgentError(
             f"{url}: the reply is no chat completion: {type(error).__name__}: {content[:200]!r}"
         ) from error
+    if on_usage is not None:
+        usage = reply.get("usage")
+        on_usage(usage if isinstance(usage, Mapping) else {})
     message["role"] = "assistant"
     message.setdefault("content", "")
     if not message.get("tool_calls"):

@@ -1,0 +1,1 @@
+"""The parts of `palestra eval`: options, the run, tables, comparison and rescoring."""
