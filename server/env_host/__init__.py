@@ -1,0 +1,1 @@
+"""The environment host: plays environments of this machine for clients elsewhere, each in a process of its own."""
