@@ -21,7 +21,10 @@ case $tier in
         export PALESTRA_ENGINE_ENV=${PALESTRA_ENGINE_ENV:-$PWD/.engine}
         .venv/bin/palestra engine install --cpu --smg --into "$PALESTRA_ENGINE_ENV"
         ;;
-    --full) selected="full" ;;
+    --full)
+        selected="full"
+        prepare_data
+        ;;
     "") selected="not ci and not full" ;;
     *) fail "unknown argument $tier; known: --unit, --ci, --full" ;;
 esac

@@ -11,6 +11,9 @@ from importlib.metadata import version
 VERBS = {
     "train": "run a training job: engine, service, environment worker and trainer",
     "serve": "serve a model to agents of any kind and keep their tokens, without a trainer",
+    "eval": "play an environment with any OpenAI-compatible model and score it; show and compare evaluations",
+    "env": "make, list, try, check and serve environments",
+    "retriever": "serve a search index to agents and trainers over HTTP",
     "inspect": "show a run, a group or a rollout, token by token",
     "status": "say what a run is doing and who waits for whom",
     "engine": "install, start and serve inference engines (SGLang) and their router",

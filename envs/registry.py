@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
+from palestra.envs import plugins
 from palestra.envs.spaces import Observation
 from palestra.envs.tasks import TaskSource, read_tasks
 from palestra.envs.types import EnvError, Message, Task
@@ -52,7 +53,7 @@ def _register(env_id: str, entry_point: Any, max_episode_steps: int | None, kwar
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """The registered entry of an id.
+    """The registered entry of an id. Plugins are loaded where nothing else has registered it.
 
     Raises:
         EnvError: the module cannot be imported, or nothing is registered under the id; the nearest name is given.
@@ -63,12 +64,14 @@ def find_spec(env_id: str) -> EnvSpec:
             importlib.import_module(module)
         except ImportError as error:
             raise EnvError(f"environment {env_id!r}: module {module!r} cannot be imported: {error}") from error
+    if name not in gym.registry:
+        plugins.load()
     spec = gym.registry.get(name)
     if spec is None:
         near = difflib.get_close_matches(name, gym.registry, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         how = "" if module else " (an id of your own: write 'package.module:Name-v0')"
-        raise EnvError(f"no environment {name!r} is registered{hint}{how}")
+        raise EnvError(f"no environment {name!r} is registered{hint}{how}{plugins.faults()}")
     return spec
 
 

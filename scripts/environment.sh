@@ -47,6 +47,13 @@ prepare_model() {
     fi
 }
 
+# Data of leaderboards and games of others that long tests read: their pins clash with ours, so they come without their dependencies.
+prepare_data() {
+    if ! .venv/bin/python -c 'import importlib.util as u, sys; sys.exit(None in map(u.find_spec, ("bfcl_eval", "gem", "nltk")))'; then
+        .venv/bin/python -m pip install --quiet --no-deps bfcl-eval==2026.3.23 gem-llm==0.1.0 'nltk>=3.9,<4'
+    fi
+}
+
 # system_packages COMMAND:PACKAGE... or FILE:PACKAGE...: installs the Debian packages of what is not there. Needs root where something is missing.
 system_packages() {
     local pair missing=()

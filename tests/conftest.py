@@ -12,7 +12,10 @@ from tests import sglang, tokenizers
 from tests.live import engine_process
 from tests.tiny import make_tiny_moe
 
-LONG = ("test_learning.py", "test_crash.py", "test_walk_agents.py", "test_walk.py")
+LONG = (
+    "test_learning.py", "test_crash.py", "test_walk_agents.py", "test_walk.py", "test_envs_code.py", "test_examples_code.py",
+    "test_examples_search.py", "test_docs_first_environment.py", "test_eval_walk.py", "test_envs_checking.py",
+)  # fmt: skip
 """Files that take minutes: first, so that no worker is left with one of them at the end."""
 
 
