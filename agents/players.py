@@ -56,7 +56,7 @@ class PolicyPlayer:
         replied: threading.Event,
     ) -> Episode:
         """See `Player.play`."""
-        return play(env, _Signalling(self.make_policy(handle), replied), limits, task=task, seed=seed)
+        return play(env, Signalling(self.make_policy(handle), replied), limits, task=task, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +106,14 @@ def player_of(config: AgentConfig, sampling: SamplingParams, workspaces: Path) -
     return AgentPlayer(agent, Workspaces(workspaces if config.keep_workspace else None, config.keep_workspace))
 
 
-class _Signalling:
-    """Passes calls on and says when the first reply (or fault) has come."""
+class Signalling:
+    """A policy that passes calls on and says when the first reply (or fault) has come."""
 
     def __init__(self, policy: Policy, event: threading.Event) -> None:
         self._policy, self._event = policy, event
 
     def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec], timeout_s: float) -> PolicyReply:
+        """See `Policy.act`."""
         try:
             return self._policy.act(messages, tools, timeout_s)
         finally:

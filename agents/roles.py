@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from palestra.agents.play import Env, describe, infra_episode, message_env
-from palestra.agents.types import AgentError, Limits, Policy, PolicyReply, PolicyStop, SessionHandle, SessionHost
+from palestra.agents.players import Signalling
+from palestra.agents.types import AgentError, Limits, Policy, PolicyStop, SessionHandle, SessionHost
 from palestra.envs.core import name_calls
 from palestra.envs.dialogue.roles import RolesEnv
 from palestra.envs.types import Episode, Message, Reward, StopReason, Task, ToolSpec
@@ -174,7 +175,7 @@ class RolesPlayer:
             for role in others:
                 opened[role] = self._open(handle, role, task)
             policies: dict[str, Policy] = {role: self.make_policy(other) for role, other in opened.items()}
-            policies[first] = _Signalling(self.make_policy(handle), replied)
+            policies[first] = Signalling(self.make_policy(handle), replied)
             episodes = play_roles(env, policies, limits, task=task, seed=seed)
         except Exception as error:  # noqa: BLE001 - the sessions that were opened have to end, with this as their reason
             fault = error
@@ -206,17 +207,3 @@ class RolesPlayer:
             logger.exception("session %s was not closed", handle.rollout_id)
             return error
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Signalling:
-    """Passes calls on and says when the first reply (or fault) has come."""
-
-    policy: Policy
-    event: threading.Event
-
-    def act(self, messages: Sequence[Message], tools: Sequence[ToolSpec], timeout_s: float) -> PolicyReply:
-        try:
-            return self.policy.act(messages, tools, timeout_s)
-        finally:
-            self.event.set()

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from palestra.agents.config import AgentConfig
 from palestra.envs.config import EnvConfig, Section
+from palestra.envs.overrides import apply_override
 from palestra.envs.sandboxes import SandboxConfig
 from palestra.server.config import EngineSection, RolloutConfig, ScheduleConfig, ServeSection, UpdateSection
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
@@ -306,20 +307,10 @@ def _toml(value: Any) -> str:
 
 def _apply(data: dict[str, Any], override: str) -> None:
     """`--table.key=value`; the value is TOML, or a bare word."""
-    key, equals, text = override.removeprefix("--").partition("=")
-    parts = key.split(".")
-    if not equals or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"{override}: overrides look like --table.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    at = data
-    for part in parts[:-1]:
-        at = at.setdefault(part, {})
-        if not isinstance(at, dict):
-            raise ConfigError(f"{override}: {part} is not a table")
-    at[parts[-1]] = value
+        apply_override(data, override.removeprefix("--"), "overrides look like --table.key=value")
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
 
 
 def _explain(form: type[Section], fault: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
@@ -46,3 +48,34 @@ class ReadyServer(uvicorn.Server):
         if self._stop is not None:
             self._stop()
         super().handle_exit(sig, frame)
+
+
+async def serve_until_told(
+    config: uvicorn.Config,
+    sock: socket.socket,
+    on_ready: Callable[[], None],
+    close: Callable[[], Awaitable[None]] | None = None,
+) -> bool:
+    """Serves until SIGTERM or SIGINT; `on_ready` is called once it answers. `close` runs as soon as the signal comes, not when the
+    connections are closed: their requests may wait for what it ends. False where it did not start (the cause is in the log).
+    """
+    loop = asyncio.get_running_loop()
+    ends: set[asyncio.Future[None]] = set()
+
+    def stop() -> None:
+        if close is not None:
+            loop.call_soon_threadsafe(lambda: ends.add(asyncio.ensure_future(close())))
+
+    server = ReadyServer(config, on_ready, stop)
+    # uvicorn raises the signal that ended it once more: this process would die of it before what it has to end is gone.
+    before = {number: signal.signal(number, _heard) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return server.started
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """A signal that was acted upon."""

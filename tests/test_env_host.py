@@ -26,7 +26,7 @@ from palestra.server.env_host import slots, wire
 from palestra.server.env_host import websocket as ws
 from palestra.server.env_host.channels import LENGTH, PipeChannel, WebSocketChannel
 from palestra.server.env_host.guard import Guard
-from palestra.server.env_host.main import main, read_args
+from palestra.server.env_host.main import main
 from palestra.server.env_host.session import Session
 from palestra.server.env_host.types import EnvRefusal, Phase, Served
 from tests.env_hosts import EnvHostProcess, alive, children, write_naughty
@@ -308,15 +308,6 @@ class TestSmall:
             with pytest.raises(EnvRefusal) as refused:
                 Guard("s").check(headers)
             assert refused.value.status == status
-
-    def test_arguments(self) -> None:
-        words = ["args.size=3", "args.name=text", "args.inner.key=[1]", "args.inner.other=true"]
-        assert read_args(words) == {"size": 3, "name": "text", "inner": {"key": [1], "other": True}}
-
-    @pytest.mark.parametrize("word", ["size=3", "args.size", "args.=3", "args=3", "env.size=3"])
-    def test_wrong_arguments(self, word: str) -> None:
-        with pytest.raises(ValueError, match=r"args\.NAME=VALUE"):
-            read_args([word])
 
     def test_a_listener_that_others_reach_needs_a_token(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

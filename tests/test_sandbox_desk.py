@@ -262,7 +262,7 @@ async def test_one_that_waits_in_vain_is_told_in_time_and_its_place_is_free_agai
 
 async def test_boxes_of_silent_clients_end_and_those_of_others_stay() -> None:
     backend = FunctionBackend()
-    async with desk_on(backend, lease_s=0.2) as desk:
+    async with desk_on(backend, lease_s=1.0) as desk:
         silent, heard = await desk.open("a", BoxSpec(), 0), await desk.open("b", BoxSpec(), 0)
         gone: list[str] = []
 

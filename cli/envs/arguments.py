@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from typing import Any
+
+from palestra.envs.overrides import read_settings
 
 
 def add_env(parser: argparse.ArgumentParser, many: bool = False) -> None:
@@ -33,26 +34,12 @@ def read_set(words: Sequence[str]) -> dict[str, Any]:
     """The arguments that `--set` gave.
 
     Raises:
-        ValueError: a word that is no args.KEY=VALUE.
+        ValueError: a word that is no args.NAME=VALUE.
     """
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        key = name.removeprefix("args.")
-        if not equals or key == name or not key.isidentifier():
-            raise ValueError(f"--set {word}: write args.KEY=VALUE")
-        found[key] = _value(text)
-    return found
+    return read_settings(words)["args"]
 
 
 def look_here(env_id: str) -> None:
     """Lets `package.module:id` name a module of the folder where the command is given, behind all others."""
     if ":" in env_id and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

@@ -6,7 +6,6 @@ Words go in, a namespace and an `EvalSpec` come out. Nothing is waited for; what
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from palestra.agents.config import AgentConfig
 from palestra.agents.evaluation.types import EvalSpec
 from palestra.cli.config import ConfigError
 from palestra.envs.config import Section
+from palestra.envs.overrides import read_settings, read_value
 from palestra.envs.sandboxes import SandboxConfig
 
 S = TypeVar("S", bound=Section)
@@ -131,16 +131,10 @@ def settings(words: Iterable[str]) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: a word that is none, or another table.
     """
-    tables: dict[str, dict[str, Any]] = {name: {} for name in SETTABLE}
-    for word in words:
-        path, value = _pair(word, "--set")
-        table, dot, key = path.partition(".")
-        if table not in tables or not dot or not key:
-            raise ConfigError(
-                f"--set {word}: write args.NAME=VALUE (of the environment), agent.NAME=VALUE or sandbox.NAME=VALUE"
-            )
-        tables[table][key] = value
-    return tables
+    try:
+        return read_settings(words, SETTABLE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def agent_of(text: str | None, table: dict[str, Any]) -> AgentConfig:
@@ -172,14 +166,11 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 
 def _pair(word: str, option: str) -> tuple[str, Any]:
-    """NAME=VALUE; a value that is no JSON is a text."""
+    """NAME=VALUE; a value that is neither TOML nor JSON is a text."""
     name, equals, text = word.partition("=")
     if not equals or not name:
         raise ConfigError(f"{option} {word}: write NAME=VALUE")
-    try:
-        return name, json.loads(text)
-    except ValueError:
-        return name, text
+    return name, read_value(text)
 
 
 def _from_one(text: str) -> int:

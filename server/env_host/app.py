@@ -15,12 +15,9 @@ SIGTERM or SIGINT, upon which all environments are closed.
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from types import FrameType
 from typing import Any
 
 import orjson
@@ -35,7 +32,7 @@ from palestra.server.env_host.guard import Guard
 from palestra.server.env_host.types import EXECUTION_ERROR, VALIDATION_ERROR, EnvRefusal
 from palestra.server.env_host.upgrade import upgrade_to
 from palestra.server.env_host.websocket import MOST_BYTES
-from palestra.server.ready import ReadyServer, config_of
+from palestra.server.ready import config_of, serve_until_told
 
 
 def build_app(desk: EnvDesk, guard: Guard) -> Starlette:
@@ -201,26 +198,7 @@ def _json(said: Any, status: int = 200, headers: Mapping[str, str] | None = None
 
 async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None]) -> bool:
     """Serves until SIGTERM or SIGINT; `on_ready` is called once it answers. False where it did not start (the cause is in the log)."""
-    loop = asyncio.get_running_loop()
     desk: EnvDesk = app.state.desk
-    ends: set[asyncio.Task[None]] = set()
-
-    def stop() -> None:
-        # At once, not when the connections are closed: their requests wait for environments, and end when those do.
-        loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(desk.close())))
-
     config = config_of(app, grace_s=10)
     config.ws = upgrade_to(desk, app.state.guard)
-    server = ReadyServer(config, on_ready, stop)
-    # uvicorn raises the signal that ended it once more: this process would die of it before its children are gone.
-    before = {number: signal.signal(number, _heard) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        await server.serve(sockets=[sock])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return server.started
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """A signal that was acted upon."""
+    return await serve_until_told(config, sock, on_ready, desk.close)

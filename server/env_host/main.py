@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
-import json
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from palestra.envs.overrides import read_settings
 from palestra.envs.types import EnvError
 from palestra.server.env_host.app import build_app
 from palestra.server.env_host.app import serve as listen
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
-        served = Served(options.env_id, read_args(options.set))
+        served = Served(options.env_id, read_settings(options.set)["args"])
         token = _token(options.token_file, options.host)
         settings = EnvHostSettings(
             options.max_envs, options.idle_s, options.step_s, options.start_s, options.memory_bytes
@@ -90,30 +90,6 @@ def _seconds(text: str) -> float:
     if not 0 < (seconds := float(text)) < 1e9:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text}")
     return seconds
-
-
-def read_args(words: Sequence[str]) -> dict[str, Any]:
-    """Constructor arguments from words like `args.level=2`; a dot more names a key inside of one.
-
-    Raises:
-        ValueError: a word is of another form.
-    """
-    found: dict[str, Any] = {}
-    for word in words:
-        path, equals, value = word.partition("=")
-        names = path.split(".")
-        if not equals or names[0] != "args" or len(names) < 2 or not all(names):
-            raise ValueError(f"--set {word!r}: wanted args.NAME=VALUE")
-        inside = found
-        for name in names[1:-1]:
-            inside = inside.setdefault(name, {})
-            if not isinstance(inside, dict):
-                raise ValueError(f"--set {word!r}: args.{name} has a value already")
-        try:
-            inside[names[-1]] = json.loads(value)
-        except ValueError:
-            inside[names[-1]] = value
-    return found
 
 
 def _token(file: Path | None, host: str) -> str | None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import orjson
@@ -26,7 +24,7 @@ from starlette.routing import Route
 
 from palestra.envs.search.http import hit_to_json
 from palestra.envs.search.types import MOST_HITS, Hit, Retriever, RetrieverError
-from palestra.server.ready import ReadyServer, config_of
+from palestra.server.ready import config_of, serve_until_told
 
 MOST_BODY = 4 << 20
 """Bytes of a request."""
@@ -154,16 +152,4 @@ def _json(said: Any, status: int = 200) -> Response:
 
 async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None]) -> bool:
     """Serves until SIGTERM or SIGINT; `on_ready` is called once it answers. False where it did not start (the cause is in the log)."""
-    server = ReadyServer(config_of(app, grace_s=10), on_ready)
-    # uvicorn raises the signal that ended it once more: this process would die of it instead of ending with its own status.
-    before = {number: signal.signal(number, _heard) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        await server.serve(sockets=[sock])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return server.started
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """A signal that was acted upon."""
+    return await serve_until_told(config_of(app, grace_s=10), sock, on_ready)

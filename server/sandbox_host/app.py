@@ -6,15 +6,12 @@ SIGTERM or SIGINT, upon which all boxes are destroyed and whoever waits is told.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import math
 import secrets
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from types import FrameType
 from typing import Any
 
 import orjson
@@ -36,7 +33,7 @@ from palestra.sandbox.wire import (
     read_frame,
     spec_from_message,
 )
-from palestra.server.ready import ReadyServer, config_of
+from palestra.server.ready import config_of, serve_until_told
 from palestra.server.sandbox_host.desk import BoxDesk
 from palestra.server.sandbox_host.types import HostRefusal
 
@@ -218,24 +215,5 @@ def _json(said: Any, status: int = 200, headers: Mapping[str, str] | None = None
 
 async def serve(app: Starlette, sock: socket.socket, on_ready: Callable[[], None]) -> bool:
     """Serves until SIGTERM or SIGINT; `on_ready` is called once it answers. False where it did not start (the cause is in the log)."""
-    loop = asyncio.get_running_loop()
     desk: BoxDesk = app.state.desk
-    ends: set[asyncio.Task[None]] = set()
-
-    def stop() -> None:
-        # At once, not when the connections are closed: their requests wait for boxes, and end when those do.
-        loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(desk.close())))
-
-    server = ReadyServer(config_of(app, grace_s=10), on_ready, stop)
-    # uvicorn raises the signal that ended it once more: this process would die of it before its backend is closed.
-    before = {number: signal.signal(number, _heard) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        await server.serve(sockets=[sock])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return server.started
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
-    """A signal that was acted upon."""
+    return await serve_until_told(config_of(app, grace_s=10), sock, on_ready, desk.close)
