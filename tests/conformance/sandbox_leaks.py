@@ -5,6 +5,7 @@ Only what is this process's own is looked at, since others may use the machine a
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -40,8 +41,20 @@ def differences(before: Holdings, after: Holdings, connections: int = 0) -> list
     return found
 
 
+def grown(before: Holdings, after: Holdings) -> list[str]:
+    """What is held more than before. Less is no leak: what earlier tests had left may have gone meanwhile."""
+    found = [
+        f"{name}: {was} before, {now} after"
+        for name in ("processes", "cgroups", "mounts", "folders")
+        if (was := getattr(before, name)) < (now := getattr(after, name))
+    ]
+    more = after.descriptors - before.descriptors
+    return found + [f"descriptors of {kind}: {count} more" for kind, count in sorted(more.items())]
+
+
 def holdings() -> Holdings:
-    """As it stands."""
+    """As it stands, without what nobody can reach any more."""
+    gc.collect()
     mine = descendants()
     return Holdings(
         len(mine), _descriptors(), _cgroups({os.getpid(), *mine}), _mounts(), _folders({os.getpid(), *mine})
