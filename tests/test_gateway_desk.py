@@ -76,6 +76,24 @@ def test_only_the_newest_ended_calls_are_kept(stage: Stage) -> None:
     assert stage.live.service.sessions.by_id("plain").calls == {}
 
 
+def test_the_last_turn_of_a_budget_is_given_again_after_a_restart(stage: Stage) -> None:
+    """Its reply may have been lost with the former process. Whoever asks for more is told that the budget is spent."""
+    key = stage.open("spent", limits={"max_turns": 1})
+    told = stage.chat(key, question("q"))
+    assert told.status_code == 200
+
+    async def found_again() -> int:
+        return stage.live.service.desk.recover()
+
+    assert stage.live.run(found_again()) >= 1
+    more = stage.chat(key, question("another"))
+    assert (more.status_code, more.json()["error"]["code"]) == (400, "budget_exceeded")
+    again = stage.chat(key, question("q"))
+    assert (again.status_code, again.json()["id"]) == (200, told.json()["id"])
+    assert again.json()["choices"] == told.json()["choices"]
+    assert stage.chat(key, question("q")).status_code == 400, "it is given once"
+
+
 def test_a_session_whose_time_is_over_ends_with_what_was_posted_or_with_nothing(stage: Stage) -> None:
     service = stage.live.service
     for name, posted in (("late", None), ("rewarded", 0.75)):

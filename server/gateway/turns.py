@@ -79,7 +79,8 @@ class TurnCore:
         place = await self.prompts.place(session, call)
         await self._revive(session, place.base)
         if session.orphans and (node := take_orphan(session, call, place)) is not None:
-            return await self._again(session, call, place, node, waiting)
+            return await self._again(session, call, place, node, waiting)  # spends nothing: its turn was counted
+        _check_budget(session)
         most = _reply_bound(session, call, place.length)
         stop_ids = self.renderer.stop_ids
         if not call.parallel_tool_calls and self.renderer.call_end is not None:
@@ -232,10 +233,14 @@ def _check_open(session: Session) -> None:
     limits = session.limits
     if session.closed:
         raise SessionError(f"session {session.record.rollout_id} is closed", 409, "session_closed")
-    if session.started >= limits.max_turns:
-        raise SessionError(f"the session's budget of {limits.max_turns} turns is spent", 400, "budget_exceeded")
     if (left := session.seconds_left) is not None and left <= 0:
         raise SessionError(f"the session's {limits.deadline_s:.0f} s are over", 400, "budget_exceeded")
+
+
+def _check_budget(session: Session) -> None:
+    most = session.limits.max_turns
+    if session.started >= most:
+        raise SessionError(f"the session's budget of {most} turns is spent", 400, "budget_exceeded")
 
 
 def _reply_bound(session: Session, call: ModelCall, prompt: int) -> int:
