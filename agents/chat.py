@@ -22,6 +22,7 @@ import orjson
 from palestra.agents.stops import stop_of
 from palestra.agents.types import AgentError, PolicyReply, PolicyStop, SamplingParams, SessionHandle
 from palestra.envs import background
+from palestra.envs.clients import SharedClient
 from palestra.envs.types import Message, StopReason, ToolSpec
 
 RETRY_DELAYS_S = (0.1, 0.5, 2.0)
@@ -29,7 +30,8 @@ RETRY_DELAYS_S = (0.1, 0.5, 2.0)
 same call.
 """
 
-_shared: tuple[asyncio.AbstractEventLoop, openai.AsyncOpenAI] | None = None
+_CLIENT = SharedClient(trust_env=False)
+"""All policies'. The service is reached directly, never through a proxy."""
 
 
 class ModelStatusError(AgentError):
@@ -98,7 +100,7 @@ class ChatPolicy:
         }
         for delay in (*RETRY_DELAYS_S, None):
             try:
-                response = await _client().post(
+                response = await _CLIENT.get().post(
                     self._url, cast_to=httpx2.Response, content=body, options={"headers": headers}
                 )
             except openai.APIConnectionError:
@@ -110,28 +112,9 @@ class ChatPolicy:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _client() -> openai.AsyncOpenAI:
-    """The process's client; made on the loop thread, and made anew where a forked child has a new loop."""
-    global _shared
-    loop = asyncio.get_running_loop()
-    if _shared is None or _shared[0] is not loop:
-        # 0 lifts aiohttp's limit of 100 connections, which None would leave in place. The service is reached directly,
-        # never through a proxy.
-        limits = httpx2.Limits(max_connections=0, max_keepalive_connections=None, keepalive_expiry=30.0)
-        http = openai.DefaultAioHttpClient(limits=limits, trust_env=False, timeout=None)
-        client = openai.AsyncOpenAI(
-            api_key="per-call", base_url="http://session", http_client=http, max_retries=0, timeout=None
-        )
-        _shared = (loop, client)
-    return _shared[1]
-
-
 def close_client() -> None:
     """Closes the process's connections; the next call opens new ones."""
-    global _shared
-    shared, _shared = _shared, None
-    if shared is not None and shared[0] is background.loop():
-        background.call(shared[1].close(), 10.0)
+    _CLIENT.close()
 
 
 def _raise_status(error: openai.APIStatusError) -> NoReturn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import socket
 import sys
@@ -19,7 +18,7 @@ from palestra.cli.config import ConfigError, load_as
 from palestra.envs.sandboxes import make_backend, make_pool, read_token
 from palestra.sandbox.choose import make
 from palestra.sandbox.types import Backend, SandboxError
-from palestra.server.listen import bind, url_of
+from palestra.server.listen import bind, is_loopback, url_of
 from palestra.server.sandbox_host.config import HostConfig
 
 LOCAL = ("bubblewrap", "docker", "landlock")
@@ -112,18 +111,11 @@ def _token(config: HostConfig) -> str | None:
     if config.host.token_file is not None:
         return read_token(config.host.token_file, "host.token_file")
     host = config.host.address[0]
-    if not _is_loopback(host):
+    if not is_loopback(host):
         raise ConfigError(
             f"host.listen: {host} can be reached from elsewhere, and whoever reaches it runs code: give --token-file FILE too"
         )
     return None  # fmt: skip
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def reap() -> int:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from palestra.envs.arithmetic import LEVELS, evaluate, level_at, make_expression, spoken
 from palestra.envs.tasks import GeneratedTasks, TaskSource
 from palestra.envs.toolenv import ToolEnv
-from palestra.envs.tools import tool
+from palestra.envs.tools import call_message, tool
 from palestra.envs.types import Message, Reward, Task, ToolError
 
 WEIGHTS = {"valid_call": 0.2, "right_call": 0.3, "right_answer": 0.5}
@@ -35,12 +35,7 @@ _ANSWER = re.compile(r"\s*(?:the answer is\s+)?(-?[0-9]{1,60})\s*\.?\s*", re.IGN
 
 def calls(expression: str, name: str = "calculator", call_id: str = "call_0") -> Message:
     """An assistant message that calls the calculator."""
-    function = {"name": name, "arguments": json.dumps({"expression": expression})}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-    }
+    return call_message(name, json.dumps({"expression": expression}), call_id)
 
 
 EXAMPLE: tuple[Message, ...] = (

@@ -169,6 +169,15 @@ def asked_of(call: Mapping[str, Any]) -> tuple[str, Any]:
     return str(function.get("name")), function.get("arguments")
 
 
+def call_message(name: str, arguments: Any, call_id: str = "") -> Message:
+    """An assistant message with one call of the tool `name`; `arguments` as they stand, text that need not be JSON. Without `call_id` the
+    environment gives the call its id.
+    """
+    named = {"id": call_id} if call_id else {}
+    call = {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def tool_message(call: Mapping[str, Any], name: str, text: str) -> Message:
     """The message that answers a tool_call."""
     return {"role": "tool", "tool_call_id": str(call.get("id") or ""), "name": name, "content": text}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -33,3 +34,11 @@ def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     host = LOOPBACK.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

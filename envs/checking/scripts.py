@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from palestra.envs.tools import call_message
 from palestra.envs.types import Message
 
 
@@ -20,5 +21,4 @@ def call(name: str, /, **arguments: Any) -> Message:
 
 def raw_call(name: str, arguments: Any) -> Message:
     """The same with arguments as they stand: text that need not be JSON."""
-    function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return call_message(name, arguments)

@@ -15,14 +15,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from palestra.envs import background
+from palestra.envs.clients import SharedClient
 from palestra.envs.rubrics.types import Score, Scoring, text_of
 from palestra.envs.rubrics.verdicts import SCHEMA, Verdict, VerdictError, Verdicts, read_verdict
-
-if TYPE_CHECKING:
-    import openai
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +188,7 @@ class Judge:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key()}"}
         body = json.dumps(request, ensure_ascii=False).encode("utf-8", "replace")
         url = f"{self.base_url}/chat/completions"
-        response = await _client().post(url, cast_to=httpx2.Response, content=body, options={"headers": headers})
+        response = await _CLIENT.get().post(url, cast_to=httpx2.Response, content=body, options={"headers": headers})
         try:
             reply = json.loads(response.content)
         except (ValueError, RecursionError) as error:
@@ -237,28 +234,8 @@ def _seconds(text: str | None) -> float:
 
 def close_client() -> None:
     """Closes the connections of all judges of this process; the next call opens new ones."""
-    global _shared
-    shared, _shared = _shared, None
-    if shared is not None and shared[0] is background.loop():
-        background.call(shared[1].close(), 10.0)
+    _CLIENT.close()
 
 
-_shared: tuple[asyncio.AbstractEventLoop, openai.AsyncOpenAI] | None = None
-
-
-def _client() -> openai.AsyncOpenAI:
-    """The process's client of all judges; made anew where a forked child has a new loop."""
-    global _shared
-    import httpx2
-    import openai
-
-    loop = asyncio.get_running_loop()
-    if _shared is None or _shared[0] is not loop:
-        # 0 lifts aiohttp's limit of 100 connections: each judge has its own bound. A judge may be anywhere, so a proxy is used.
-        limits = httpx2.Limits(max_connections=0, max_keepalive_connections=None, keepalive_expiry=30.0)
-        http = openai.DefaultAioHttpClient(limits=limits, timeout=None)
-        client = openai.AsyncOpenAI(
-            api_key="per-call", base_url="http://judge", http_client=http, max_retries=0, timeout=None
-        )
-        _shared = loop, client
-    return _shared[1]
+_CLIENT = SharedClient(trust_env=True)
+"""All judges'; each has a bound of its own. One may be anywhere, so a proxy is used."""

@@ -32,7 +32,7 @@ from palestra.envs.search.text import MOST_CHARACTERS, exact, one_line, token_f1
 from palestra.envs.search.types import Hit, Passage, Retriever, RetrieverError
 from palestra.envs.tasks import TaskSource
 from palestra.envs.toolenv import ToolEnv
-from palestra.envs.tools import tool
+from palestra.envs.tools import call_message, tool
 from palestra.envs.types import EnvError, Message, Reward, Task, ToolError
 
 WEIGHTS = {"answer": 0.8, "citation": 0.2}
@@ -157,12 +157,7 @@ class Search(ToolEnv):
 
 def calls(name: str, call_id: str = "call_0", **arguments: Any) -> Message:
     """An assistant message that calls a tool."""
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-    }
+    return call_message(name, json.dumps(arguments, ensure_ascii=False), call_id)
 
 
 def read_reply(transcript: Sequence[Message]) -> tuple[str | None, set[str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import os
 import socket
@@ -27,7 +26,7 @@ from palestra.server.env_host.desk import EnvDesk
 from palestra.server.env_host.guard import Guard
 from palestra.server.env_host.nursery import Nursery
 from palestra.server.env_host.types import EnvHostSettings, Served
-from palestra.server.listen import bind, url_of
+from palestra.server.listen import bind, is_loopback, url_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,18 +102,11 @@ def _token(file: Path | None, host: str) -> str | None:
         if token := file.read_text().strip():
             return token
         raise ValueError(f"--token-file {file}: there is no token in it")
-    if not _is_loopback(host):
+    if not is_loopback(host):
         raise ValueError(
             f"--host {host} can be reached from elsewhere, and whoever reaches it runs code here: give --token-file FILE too"
         )
     return None  # fmt: skip
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _serve(served: Served, settings: EnvHostSettings, token: str | None, sock: socket.socket) -> int:
