@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from palestra.server.gateway.dialects.reading import check_messages
 from palestra.server.renderer.base import FamilyRenderer
 from palestra.server.renderer.text import arguments_text, call_of, literal
 from palestra.server.renderer.tokens import BREAK, TokenCodec
@@ -258,8 +259,19 @@ def test_whatever_is_sampled_is_read_and_said_again(name: str, renderer: FamilyR
         assert extension.ids[: extension.close_tokens] == renderer.codec.encode(
             renderer.close(Snapshot(ids, reply.message, opened))
         )
+        check_messages([reply.message, *results])
         assert renderer.render([*ASKED, reply.message, *results]).ids
         assert renderer.transcript([*ASKED, reply.message]).loss_mask.any()
+
+
+@pytest.mark.parametrize("called", ["", " ", "\n"])
+def test_a_call_without_a_name_is_none(name: str, renderer: FamilyRenderer, called: str) -> None:
+    """A caller has to be able to send the reply back, and a call without a name is refused."""
+    message = for_family(name, [{"role": "assistant", "content": None, "tool_calls": [call(called, city="x")]}])[0]
+    ids = sampled(renderer, message)
+    opened = renderer.codec.encode(renderer.opened(RenderOptions()))
+    for cut in range(len(ids) // 2, len(ids) + 1):
+        check_messages([renderer.parse(ids[:cut], opened).message])
 
 
 @pytest.mark.parametrize("spread", ["empty", "open", "calls"])

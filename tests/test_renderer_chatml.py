@@ -79,6 +79,9 @@ def test_bare_calls_are_read_with_their_outer_white_space(chatml: ChatMLRenderer
         ('{"name": "f", "arguments": []}', True),
         ('{"name": "f", "arguments": {}, "more": 1}', True),
         ('{"name": "f", "arguments": {}} is what I would do', True),
+        ('{"name": "", "arguments": {}}', True),
+        ('{"name": " ", "arguments": {}}', True),
+        ('{"name": " ", "arguments": {', True),
         ('{"name": "calc', True),
     ],
 )

@@ -96,6 +96,11 @@ def make_call(name: str, arguments: str, call_id: str | None = None) -> dict[str
     }
 
 
+def is_name(value: Any) -> bool:
+    """Whether a JSON value can name a tool. Nothing and white space cannot: no caller could send such a call back."""
+    return isinstance(value, str) and bool(value.strip())
+
+
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,64})"')
 _ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 
@@ -105,12 +110,12 @@ def call_of(body: str) -> tuple[dict[str, Any] | None, str | None]:
     hands over its raw arguments: the environment answers with an error under the same call id, and the episode goes on."""
     try:
         value = json.loads(body, strict=False)
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        if not isinstance(value, dict) or not is_name(value.get("name")):
             return None, "a call without a name"
         return make_call(value["name"], spelled(value.get("arguments", value.get("parameters", {})))), None
     except (ValueError, RecursionError):
         name, arguments = _NAME.search(body), _ARGUMENTS.search(body)
-        if name is None:
+        if name is None or not is_name(name[1]):
             return None, "a call that is no JSON and names no tool"
         raw = body[arguments.end() :].strip() if arguments else ""
         return make_call(name[1], raw or "{"), "a call that is no JSON"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from palestra.server.renderer.text import json_text, make_call, text_of
+from palestra.server.renderer.text import is_name, json_text, make_call, text_of
 from palestra.server.renderer.types import Message
 
 NO_JSON = "a call whose arguments are no JSON"
@@ -56,7 +56,7 @@ def objects(text: str, at: int = 0) -> tuple[list[Any], int]:
 
 def object_call(value: Any, call_id: str | None = None) -> dict[str, Any] | None:
     """A call in the form {"name": ..., "parameters" or "arguments": ...}; None where a value is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not is_name(value.get("name")):
         return None
     for key in ("parameters", "arguments"):
         if isinstance(value.get(key), dict):

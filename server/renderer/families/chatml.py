@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from palestra.server.renderer.base import FamilyRenderer
 from palestra.server.renderer.blocks import NO_JSON, Found
-from palestra.server.renderer.text import arguments_text, json_text, make_call, strip_end, text_of
+from palestra.server.renderer.text import arguments_text, is_name, json_text, make_call, strip_end, text_of
 from palestra.server.renderer.tokens import Piece, TokenCodec
 from palestra.server.renderer.types import Message, ParsedReply, RenderOptions, ToolSpec
 
@@ -98,7 +98,7 @@ def _bare_calls(text: str) -> Found:
             calls.append(make_call(value["name"], json_text(value["arguments"])))
         except (ValueError, RecursionError):
             opening = _OPENING.match(text, at)
-            if opening is None:
+            if opening is None or not is_name(opening[1]):
                 return [], looks
             return [*calls, make_call(opening[1], text[opening.end() :] or "{")], NO_JSON
         while end < len(text) and text[end].isspace():
@@ -111,4 +111,4 @@ def _is_call(value: Any) -> bool:
     """Whether a JSON value is a call and nothing else."""
     if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
         return False
-    return isinstance(value["name"], str) and isinstance(value["arguments"], dict)
+    return is_name(value["name"]) and isinstance(value["arguments"], dict)
