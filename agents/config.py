@@ -80,6 +80,13 @@ class GroupsConfig(Section):
     """Tokens of prompt and reply together; None: the engine's window."""
     drop_zero_variance: bool = True
     """Groups whose rewards are all equal are dropped and counted: their advantage is zero."""
+    oversample: float = Field(1.0, ge=1, le=64, allow_inf_nan=False)
+    """Groups that may be under way for each group of the batch: the first ready ones are trained, and the others are kept for the next
+    step. Of asynchronous schedules the staleness bound says it already."""
+    min_group: int = Field(1, ge=1)
+    """A group of which at least so many rollouts have a reward is trained without those that a fault took; else it is dropped."""
+    max_truncated: float = Field(1.0, ge=0, le=1)
+    """Groups of which a larger share of rollouts was cut by a limit are dropped and counted."""
     episode_deadline_s: float = Field(600.0, gt=0)
     """Wall time of one episode, seconds."""
     seed: int = 0

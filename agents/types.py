@@ -104,6 +104,44 @@ class GroupAssignment:
         return self.indices or tuple(range(self.group_size))
 
 
+@dataclass(frozen=True, slots=True)
+class PlayedRollout:
+    """One rollout of a complete group, as a reviewer sees it."""
+
+    index: int
+    rollout_id: str
+    attempt: int
+    reward: float | None
+    """None where a fault left it unknown."""
+    components: Mapping[str, float]
+    stop_reason: str
+    truncated: bool
+    tokens: int
+    """Sampled ones."""
+    turns: int
+    """Model calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReviewRequest:
+    """A complete group that waits for the run's own `RolloutPlan` to say what becomes of it."""
+
+    group_id: str
+    task: Task | int
+    rollouts: tuple[PlayedRollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a complete group."""
+
+    keep: bool = True
+    reason: str = ""
+    """Why it is dropped, in a word that is counted; "" where it is kept."""
+    rewards: Mapping[int, float | None] = field(default_factory=dict)
+    """Index -> the reward that counts, of the rollouts whose reward changes; None: unknown, never trained."""
+
+
 class SessionHost(Protocol):
     """Where sessions are opened and closed. Thread-safe."""
 

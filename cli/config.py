@@ -20,7 +20,14 @@ from palestra.agents.config import AgentConfig
 from palestra.envs.config import EnvConfig, Section
 from palestra.envs.overrides import apply_override
 from palestra.envs.sandboxes import SandboxConfig
-from palestra.server.config import EngineSection, RolloutConfig, ScheduleConfig, ServeSection, UpdateSection
+from palestra.server.config import (
+    BufferConfig,
+    EngineSection,
+    RolloutConfig,
+    ScheduleConfig,
+    ServeSection,
+    UpdateSection,
+)
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
 
 
@@ -137,6 +144,7 @@ class RunConfig(Section):
     algo: AlgoConfig = AlgoConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -156,6 +164,7 @@ class RunConfig(Section):
     def _fits(self) -> RunConfig:
         check_passed(self.rollout, self.sglang, self.router)
         self.schedule.staleness(self.algo.updates_per_batch)
+        self._carries_over()
         if self.weights.mode == "delta" and (
             lacking := [url for url in self.rollout.urls if url not in self.rollout.agents]
         ):
@@ -167,6 +176,26 @@ class RunConfig(Section):
                 'weights.mode = "delta" is for engines on other hosts: rollout.urls and rollout.agents must name them'
             )
         return self
+
+    def _carries_over(self) -> None:
+        """A bound above what a synchronous run needs, and something that is carried over, ask for each other."""
+        sync, bound = self.schedule.kind == "sync", self.schedule.max_staleness
+        if self.algo.min_group > self.algo.group_size:
+            raise ValueError(
+                f"algo.min_group ({self.algo.min_group}) is more than algo.group_size ({self.algo.group_size}): no group would be trained"
+            )
+        if self.algo.oversample > 1 and not sync:
+            raise ValueError(
+                f"algo.oversample: with schedule.kind = {self.schedule.kind!r} the staleness bound says what is under way"
+            )
+        if sync and self.algo.oversample > 1 and not bound:
+            raise ValueError(
+                "algo.oversample needs schedule.max_staleness of at least 1: the surplus is trained a step later"
+            )
+        if sync and bound is not None and self.algo.oversample == 1 and self.schedule.partial == "off":
+            raise ValueError(
+                "schedule.max_staleness: this synchronous run carries nothing over (schedule.partial, algo.oversample); remove it, or use async"
+            )
 
     @property
     def folder(self) -> Path:

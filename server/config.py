@@ -13,6 +13,10 @@ from palestra.server.listen import LOOPBACK
 from palestra.server.types import PublishMode
 
 
+ENTRY = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
+"""An import path and a name in it."""
+
+
 class PdSection(Section):
     """`[rollout.pd]`: prompts are computed by some engines and completions by others (prefill and decode apart)."""
 
@@ -48,9 +52,7 @@ class EngineSection(Section):
     """`[rollout]` of any run: the engine that samples."""
 
     table: ClassVar[str] = "rollout"
-    not_built: ClassVar[frozenset[str]] = frozenset(
-        ["weight_dtype", "conv_dtype", "draft_tokens", "memory_saver", "function"]
-    )
+    not_built: ClassVar[frozenset[str]] = frozenset(["weight_dtype", "conv_dtype", "draft_tokens", "memory_saver"])
     engine: Literal["embedded", "sglang"] = "embedded"
     """embedded: a process of ours on transformers; sglang: real SGLang engines, started by us or given by their URLs."""
     context_len: int = Field(2048, ge=32)
@@ -158,21 +160,34 @@ class RolloutConfig(EngineSection):
 
     retries: int = Field(1, ge=0)
     """How often a rollout that an infrastructure fault ended is played again."""
+    plan: str | None = Field(None, pattern=ENTRY)
+    """A `RolloutPlan` of yours, "package.module:Name" or "folder/file.py:Name": tasks, filters, rewards. None: the built-in one."""
+    function: str | None = Field(None, pattern=ENTRY)
+    """A `generate_rollout(args, rollout_id, data_buffer, evaluation=False)` of yours, which makes all rollouts by itself."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> RolloutConfig:
+        if self.plan is not None and self.function is not None:
+            raise ValueError("rollout.plan and rollout.function both say how rollouts are made; give one")
+        return self
+
+
+class BufferConfig(Section):
+    """`[buffer]`: where groups wait between generation and training, and how long their arrays stay."""
+
+    table: ClassVar[str] = "buffer"
+    url: str | None = Field(None, pattern=r"^postgres(ql)?://")
+    """A PostgreSQL database, such as postgresql://user@host/name; passwords belong in PGPASSFILE, not here. None: files in the run's folder."""
+    keep_hours: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """How long arrays of trained groups stay after no checkpoint needs them any more, hours."""
+    keep_bytes: int | None = Field(None, ge=0)
+    """Arrays that no checkpoint needs are deleted, oldest first, while all arrays take more than this; None: keep_hours alone says."""
 
 
 class UpdateSection(Section):
     """`[schedule]` of any run: what a weight update does to running requests, and the longest wait."""
 
     table: ClassVar[str] = "schedule"
-    not_built: ClassVar[frozenset[str]] = frozenset(
-        [
-            "max_in_flight",
-            "partial",
-            "partial_old_tokens",
-            "generation_budget_s",
-            "generation_budget_tokens",
-        ]
-    )
     update_mode: PublishMode = PublishMode.RETRACT
     """What a weight update does to running requests."""
     deadline_s: float = Field(900.0, gt=0, allow_inf_nan=False)
@@ -185,8 +200,23 @@ class ScheduleConfig(UpdateSection):
     kind: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: generate, then train; one_step_off: the next batch is generated while this one trains; async: up to max_staleness."""
     max_staleness: int | None = Field(None, ge=0)
-    """Train steps between the weights that sampled a token and those it trains. Must be given where kind is async, and nowhere else: with
-    weights published every train step it is 0 of sync and 1 of one_step_off, and each step without a publish adds one."""
+    """Train steps between the weights that sampled a token and those it trains. Must be given where kind is async, and where a sync run has
+    something to carry over (partial, or algo.oversample above 1); nowhere else: with weights published every train step it is 0 of sync and
+    1 of one_step_off, and each step without a publish adds one."""
+    max_in_flight: int | None = Field(None, ge=1)
+    """Rollouts that play or wait to be played at a time; None: as many as the staleness bound lets be trained."""
+    too_old: Literal["drop", "mask"] = "drop"
+    """What becomes of a group with tokens beyond the bound: dropped whole, or those tokens masked and the rest trained."""
+    partial: Literal["off", "resume"] = "off"
+    """resume: a step takes what is ready at its budget; rollouts that go on then finish in a later step, in several versions."""
+    partial_old_tokens: Literal["train", "mask"] = "train"
+    """Whether such a rollout's tokens of earlier versions are trained on (within the bound) or masked."""
+    generation_budget_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Of partial = resume: seconds that a step generates before it takes what is ready."""
+    generation_budget_tokens: int | None = Field(None, ge=1)
+    """The same in sampled tokens of all rollouts together."""
+    colocated: bool = False
+    """Engines and trainer share their devices: engines are frozen while a step trains."""
     publish_every: int = Field(1, ge=1)
     """Optimizer steps between publishes; one is made at the end of a train step at the earliest, and after the last one always."""
 
@@ -194,9 +224,26 @@ class ScheduleConfig(UpdateSection):
     def _bound(self) -> ScheduleConfig:
         if self.kind == "async" and self.max_staleness is None:
             raise ValueError("schedule.max_staleness must be given when schedule.kind is async")
-        if self.kind != "async" and self.max_staleness is not None:
+        if self.kind == "one_step_off" and self.max_staleness is not None:
             raise ValueError(
-                f"schedule.max_staleness follows from schedule.kind = {self.kind!r} and schedule.publish_every; remove it, or use async"
+                "schedule.max_staleness follows from schedule.kind = 'one_step_off' and schedule.publish_every; remove it, or use async"
+            )
+        budgets = [
+            name for name in ("generation_budget_s", "generation_budget_tokens") if getattr(self, name) is not None
+        ]
+        if self.partial == "resume" and not budgets:
+            raise ValueError(
+                'schedule.partial = "resume" needs schedule.generation_budget_s or generation_budget_tokens: when a step takes what is ready'
+            )
+        if self.partial == "resume" and self.kind == "sync" and not self.max_staleness:
+            raise ValueError(
+                'schedule.partial = "resume" needs schedule.max_staleness of at least 1: what is carried over is a train step older'
+            )
+        if self.partial == "off" and (budgets or self.partial_old_tokens == "mask"):
+            raise ValueError(f'schedule.{(budgets or ["partial_old_tokens"])[0]} needs schedule.partial = "resume"')
+        if self.colocated and self.kind != "sync":
+            raise ValueError(
+                'schedule.colocated needs schedule.kind = "sync": devices that are shared cannot do both at once'
             )
         return self
 
@@ -211,7 +258,7 @@ class ScheduleConfig(UpdateSection):
             ValueError: it is too small for the steps between two publishes: the run would wait for itself.
         """
         least = self.publish_steps(updates_per_batch) - 1
-        bound = {"sync": least, "one_step_off": least + 1}.get(self.kind, self.max_staleness or 0)
+        bound = {"one_step_off": least + 1}.get(self.kind, least if self.max_staleness is None else self.max_staleness)
         if bound < least:
             raise ValueError(
                 f"schedule.max_staleness ({bound}) is less than the {least} train steps that pass without a publish "

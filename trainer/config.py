@@ -103,10 +103,8 @@ class AlgoConfig(GroupsConfig):
     not_built: ClassVar[frozenset[str]] = GroupsConfig.not_built | frozenset(
         {
             "global_batch",
-            "oversample",
             "max_prompt",
             "max_observation",
-            "ratio_correction",
             "top_p",
             "top_k",
             "min_p",
