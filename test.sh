@@ -17,7 +17,7 @@ case $tier in
     --ci)
         selected="ci"
         system_packages node:nodejs npm:npm mount:mount bwrap:bubblewrap dockerd:docker.io ip:iproute2 openssl:openssl \
-            /usr/include/linux/bpf.h:linux-libc-dev
+            /usr/include/linux/bpf.h:linux-libc-dev "/usr/lib/postgresql/*/bin/initdb:postgresql"
         export PALESTRA_ENGINE_ENV=${PALESTRA_ENGINE_ENV:-$PWD/.engine}
         .venv/bin/palestra engine install --cpu --smg --into "$PALESTRA_ENGINE_ENV"
         ;;

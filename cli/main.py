@@ -14,6 +14,7 @@ VERBS = {
     "eval": "play an environment with any OpenAI-compatible model and score it; show and compare evaluations",
     "env": "make, list, try, check and serve environments",
     "retriever": "serve a search index to agents and trainers over HTTP",
+    "buffer": "list, show, export and clean up the groups of a run",
     "inspect": "show a run, a group or a rollout, token by token",
     "status": "say what a run is doing and who waits for whom",
     "engine": "install, start and serve inference engines (SGLang) and their router",

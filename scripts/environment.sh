@@ -54,11 +54,11 @@ prepare_data() {
     fi
 }
 
-# system_packages COMMAND:PACKAGE... or FILE:PACKAGE...: installs the Debian packages of what is not there. Needs root where something is missing.
+# system_packages COMMAND:PACKAGE... or FILE:PACKAGE... (a file may be a pattern): installs the Debian packages of what is not there. Needs root where something is missing.
 system_packages() {
     local pair missing=()
     for pair in "$@"; do
-        [ -e "${pair%%:*}" ] || command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair#*:}")
+        compgen -G "${pair%%:*}" >/dev/null || command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair#*:}")
     done
     [ ${#missing[@]} -gt 0 ] || return 0
     [ "$(id -u)" -eq 0 ] || fail "missing: ${missing[*]}; as root: apt-get install ${missing[*]}"

@@ -1,30 +1,21 @@
 """A `TrajectoryGroup` as bytes, for segment files and for HTTP, packed by structure.
 
-In: a group. Out: `magic, version, crc32, header length | msgpack header | arrays, each padded to 8 bytes`. Mask,
-source and the places that have a logprob change seldom along a row, so they travel as runs; logprobs travel only
-where there is one. Nothing is waited for. Decoded arrays are read-only views of the bytes where that is possible.
+In: a group. Out: `magic, version, crc32, header length | msgpack header | arrays (packing.py), each padded to 8 bytes`.
+Nothing is waited for.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from palestra.server.types import (
-    F32,
-    I16,
-    SampleError,
-    StoreError,
-    TrainingSample,
-    TrajectoryGroup,
-    VersionSpan,
-)
+from palestra.server.buffer.packing import Cursor, PackedRow, SpreadRow, pack, padding, unpack
+from palestra.server.types import SampleError, StoreError, TrainingSample, TrajectoryGroup, VersionSpan
 
 MAGIC = b"PLG"
 VERSION = 1
@@ -69,16 +60,18 @@ def encode_group(group: TrajectoryGroup) -> bytes:
     Raises:
         SampleError: a mask that is neither 0 nor 1, or a name that is no valid text.
     """
-    parts: list[bytes] = []
-    rows = [_encode_row(row, parts) for row in group.samples]
+    packed = pack(group.samples)
+    rows = [_row_of(row, arrays) for row, arrays in zip(group.samples, packed, strict=True)]
     header = _Header(group.group_id, group.task_id, group.group_size, dict(group.rewards), rows)
     try:
         head = _encode_header(header)
     except UnicodeEncodeError as error:
         raise SampleError(f"group {group.group_id!r}: a name in it is no valid text: {error}") from error
-    body = b"".join([_padded(head, _HEAD.size), *parts])
-    length = struct.pack("<I", len(head))
-    return _HEAD.pack(MAGIC, VERSION, zlib.crc32(body, zlib.crc32(length)), len(head)) + body
+    parts = [head, padding(_HEAD.size + len(head)), *(part for arrays in packed for part in arrays.parts())]
+    crc = zlib.crc32(struct.pack("<I", len(head)))
+    for part in parts:  # so that the arrays are copied once, by the join
+        crc = zlib.crc32(part, crc)
+    return b"".join((_HEAD.pack(MAGIC, VERSION, crc, len(head)), *parts))
 
 
 def check_bytes(blob: bytes) -> None:
@@ -106,14 +99,13 @@ def decode_group(blob: bytes) -> TrajectoryGroup:
     size = _HEAD.unpack_from(blob)[3]
     try:
         header = _decode_header(memoryview(blob)[_HEAD.size : _HEAD.size + size])
-        at = _aligned(_HEAD.size + size)
-        samples = []
-        for row in header.rows:
-            sample, at = _decode_row(row, blob, at)
-            samples.append(sample)
+        cursor = Cursor(blob, _HEAD.size + size)
+        packed = [_arrays_of(row, cursor) for row in header.rows]
+        spread = unpack(packed)
     except (msgspec.DecodeError, ValueError) as error:
         raise StoreError(f"a damaged group: {error}") from error
-    return TrajectoryGroup(header.group_id, header.task_id, header.group_size, tuple(samples), header.rewards)
+    samples = tuple(_sample_of(*parts) for parts in zip(header.rows, packed, spread, strict=True))
+    return TrajectoryGroup(header.group_id, header.task_id, header.group_size, samples, header.rewards)
 
 
 def join_blobs(blobs: Sequence[bytes]) -> bytes:
@@ -140,79 +132,51 @@ def split_blobs(body: bytes) -> list[bytes]:
     return blobs
 
 
-def _aligned(at: int) -> int:
-    return -(-at // 8) * 8
-
-
-def _padded(data: bytes, before: int = 0) -> bytes:
-    return data + bytes(_aligned(before + len(data)) - before - len(data))
-
-
-def _encode_row(row: TrainingSample, parts: list[bytes]) -> _Row:
-    if row.loss_mask.max(initial=0) > 1:
-        raise SampleError(
-            f"row {row.rollout_id}/{row.attempt} branch {row.branch}: the loss mask holds more than 0 and 1"
-        )
-    known = ~np.isnan(row.logprobs)
-    kinds = (row.sources.astype(np.uint16) << 2) | (row.loss_mask.astype(np.uint16) << 1) | known
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(kinds)) + 1])
-    lengths = np.diff(np.append(starts, len(kinds)))
-    logprobs = row.logprobs[known]
-    for array, kind in ((row.token_ids, "<i4"), (lengths, "<i4"), (kinds[starts], "<u2"), (logprobs, "<f4")):
-        parts.append(_padded(np.ascontiguousarray(array, kind).tobytes()))
-    experts = row.routed_experts
-    if experts is not None:
-        parts.append(_padded(np.ascontiguousarray(experts, "<i2").tobytes()))
+def _row_of(row: TrainingSample, arrays: PackedRow) -> _Row:
     return _Row(
         rollout_id=row.rollout_id,
         attempt=row.attempt,
         group_id=row.group_id,
         task_id=row.task_id,
         branch=row.branch,
-        tokens=len(row.token_ids),
-        runs=len(starts),
-        logprobs=len(logprobs),
+        tokens=len(arrays.token_ids),
+        runs=len(arrays.lengths),
+        logprobs=len(arrays.logprobs),
         spans=[(span.version, span.start, span.end) for span in row.spans],
         temperature=row.temperature,
         reward=row.reward,
         turn_rewards=list(row.turn_rewards),
         stop_reason=row.stop_reason,
-        experts=None if experts is None else experts.shape,
+        experts=None if arrays.experts is None else arrays.experts.shape,
     )
 
 
-def _array(blob: bytes, at: int, kind: str, count: int) -> tuple[NDArray[Any], int]:
-    array = np.frombuffer(blob, kind, count, at)
-    return array, _aligned(at + array.nbytes)
+def _arrays_of(row: _Row, cursor: Cursor) -> PackedRow:
+    return PackedRow(
+        token_ids=cursor.take("<i4", row.tokens),
+        lengths=cursor.take("<i4", row.runs),
+        kinds=cursor.take("<u2", row.runs),
+        logprobs=cursor.take("<f4", row.logprobs),
+        experts=None if row.experts is None else cursor.take("<i2", math.prod(row.experts)).reshape(row.experts),
+    )
 
 
-def _decode_row(row: _Row, blob: bytes, at: int) -> tuple[TrainingSample, int]:
-    token_ids, at = _array(blob, at, "<i4", row.tokens)
-    lengths, at = _array(blob, at, "<i4", row.runs)
-    kinds, at = _array(blob, at, "<u2", row.runs)
-    values, at = _array(blob, at, "<f4", row.logprobs)
-    whole = np.repeat(kinds, lengths)
-    logprobs: F32 = np.full(row.tokens, np.nan, np.float32)
-    logprobs[(whole & 1).astype(bool)] = values
-    experts: I16 | None = None
-    if row.experts is not None:
-        flat, at = _array(blob, at, "<i2", int(np.prod(row.experts)))
-        experts = flat.astype(np.int16, copy=False).reshape(row.experts)
-    sample = TrainingSample(
+def _sample_of(row: _Row, arrays: PackedRow, spread: SpreadRow) -> TrainingSample:
+    experts = arrays.experts
+    return TrainingSample(
         rollout_id=row.rollout_id,
         attempt=row.attempt,
         group_id=row.group_id,
         task_id=row.task_id,
         branch=row.branch,
-        token_ids=token_ids.astype(np.int32, copy=False),
-        loss_mask=((whole >> 1) & 1).astype(np.uint8),
-        sources=(whole >> 2).astype(np.uint8),
-        logprobs=logprobs,
+        token_ids=arrays.token_ids.astype(np.int32, copy=False),
+        loss_mask=spread.loss_mask,
+        sources=spread.sources,
+        logprobs=spread.logprobs,
         spans=tuple(VersionSpan(*span) for span in row.spans),
         temperature=row.temperature,
         reward=row.reward,
         turn_rewards=tuple(row.turn_rewards),
         stop_reason=row.stop_reason,
-        routed_experts=experts,
+        routed_experts=None if experts is None else experts.astype(np.int16, copy=False),
     )
-    return sample, at

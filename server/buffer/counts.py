@@ -10,12 +10,19 @@ import sqlite3
 
 import numpy as np
 
-from palestra.server.buffer.types import RolloutCounts
+from palestra.server.buffer.retention import Shelf
+from palestra.server.buffer.types import Depth, RolloutCounts
 from palestra.server.store.jsonbytes import dumps, loads
 from palestra.server.types import SAMPLED_SOURCES, SampleError, TokenSource, TrajectoryGroup
 
 BY_HAND = "by_mask"
 """Name in the ledger of sampled tokens that a mask made by hand leaves out."""
+_SAMPLED = int(TokenSource.SAMPLED)
+_COUNTED = {
+    int(source): BY_HAND if source == TokenSource.SAMPLED else source.name.lower()
+    for source in sorted(SAMPLED_SOURCES - {TokenSource.SHARED})
+}
+"""Names in the ledger by source. Plain ints: numpy compares bytes with an IntEnum several times slower."""
 
 
 def count_rollouts(group: TrajectoryGroup) -> tuple[RolloutCounts, ...]:
@@ -26,14 +33,21 @@ def count_rollouts(group: TrajectoryGroup) -> tuple[RolloutCounts, ...]:
     for row in group.samples:
         key = (row.rollout_id, row.attempt)
         rewards[key] = row.reward
-        is_sampled = row.sources == TokenSource.SAMPLED
-        on = row.loss_mask.astype(bool)
-        trained[key] = trained.get(key, 0) + int(np.count_nonzero(is_sampled & on))
         names = masked.setdefault(key, {})
-        for source in SAMPLED_SOURCES - {TokenSource.SHARED}:
-            if count := int(np.count_nonzero((row.sources == source) & ~on)):
-                name = BY_HAND if source == TokenSource.SAMPLED else source.name.lower()
-                names[name] = names.get(name, 0) + count
+        trained.setdefault(key, 0)
+        highest, on = row.sources.max(), row.loss_mask.astype(bool)
+        for source, name in _COUNTED.items():
+            if source > highest:
+                break
+            mine = row.sources == source
+            if not (total := int(np.count_nonzero(mine))):
+                continue
+            mine &= on
+            kept = int(np.count_nonzero(mine))
+            if source == _SAMPLED:
+                trained[key] += kept
+            if total > kept:
+                names[name] = names.get(name, 0) + total - kept
     return tuple(RolloutCounts(*key, rewards[key], trained[key], masked[key]) for key in trained)
 
 
@@ -67,7 +81,7 @@ def check_group(group: TrajectoryGroup) -> None:
             raise SampleError(f"{where}: {name} is of group {row.group_id}")
         if key in seen:
             raise SampleError(f"{where}: {name} is there twice")
-        if row.reward is None and ((row.loss_mask != 0) & (row.sources == TokenSource.SAMPLED)).any():
+        if row.reward is None and ((row.loss_mask != 0) & (row.sources == _SAMPLED)).any():
             raise SampleError(f"{where}: {name} is trained on although its reward is unknown")
         seen.add(key)
 
@@ -92,3 +106,25 @@ def count_states(db: sqlite3.Connection, now: float) -> dict[str, int]:
         if state == "dropped":
             counts[f"dropped({reason})"] = n
     return counts
+
+
+def measure_depths(db: sqlite3.Connection, now: float) -> dict[str, Depth]:
+    """Of the groups that wait and of those that are leased out: how many there are, and for how long."""
+    depths = dict.fromkeys(("ready", "claimed"), Depth(0, 0.0, 0.0))
+    rows = db.execute(
+        "select iif(state = 'claimed' and lease_until > ?, 'claimed', 'ready') as now, count(*), min(put_at), avg(put_at) "
+        "from groups where state in ('ready', 'claimed') group by now",
+        (now,),
+    )
+    for state, n, first, mean in rows:
+        depths[state] = Depth(n, max(now - first, 0.0), max(now - mean, 0.0))
+    return depths
+
+
+def read_shelves(db: sqlite3.Connection, active: str) -> list[Shelf]:
+    """The segments that groups lie in, oldest first. Of the `active` one nothing is free: it is written to."""
+    rows = db.execute(
+        "select segment, sum(length), iif(count(free_at) = count(*), max(free_at), null) from groups "
+        "where segment is not null group by segment order by segment"
+    )
+    return [Shelf(name, size, None if name == active else free_at) for name, size, free_at in rows]

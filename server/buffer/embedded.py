@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from palestra.server.buffer.counts import (
     count_rollouts,
     count_states,
     counts_to_json,
+    measure_depths,
+    read_shelves,
     versions_of,
 )
+from palestra.server.buffer.retention import Retention, unwanted
 from palestra.server.buffer.schema import SCHEMA, buffer_path, segments_path
 from palestra.server.buffer.segments import Place, SegmentWriter, read_group
-from palestra.server.buffer.types import RestoreReport
+from palestra.server.buffer.types import Depth, RestoreReport
 from palestra.server.store.database import check_text, open_writer, store_errors, transaction
 from palestra.server.store.lock import FileLock
 from palestra.server.types import GroupState, LeaseLost, StoreError, TrajectoryGroup
@@ -48,20 +51,31 @@ _CLAIM = """
 _CLAIMED_BEFORE = """
     update groups set lease_until = ? where state = 'claimed' and owner = ? and claim_id = ?
     returning seq, group_id, segment, offset, length"""
+_RECOUNT = """
+    update counts set rollouts = ?
+    where seq = (select seq from groups where group_id = ? and state != 'committed')"""
 
 
 class EmbeddedBuffer:
     """`Buffer` over a run's store folder: `buffer.db` and `segments/`. One process writes it at a time."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int = 64 << 20, clock: Callable[[], float] = time.time) -> None:
-        """Opens or makes the buffer; `clock` gives Unix seconds, for leases.
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        segment_bytes: int = 64 << 20,
+        retention: Retention = Retention(),  # noqa: B008 (frozen)
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Opens or makes the buffer; `retention` says how long `collect` leaves arrays that no restore can need, `clock` gives Unix
+        seconds, for leases and ages.
 
         Raises:
             StoreError: another process writes it, it cannot be opened, or a newer version wrote it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = buffer_path(folder)
-        self._clock = clock
+        self._clock, self._retention = clock, retention
         self._mutex = threading.RLock()
         self._file_lock = FileLock(self.path.with_suffix(".lock"))
         try:
@@ -94,16 +108,18 @@ class EmbeddedBuffer:
             encoded.setdefault(group.group_id, (group, encode_group(group)))
         with self._mutex:
             known = self._known(list(encoded))
-            fresh = [pair for group_id, pair in encoded.items() if group_id not in known]
-            live = [pair for pair in fresh if self._descends(pair[0])]
-            lost = [group for group, _ in fresh if not self._descends(group)]
-            places = self._segments.append([blob for _, blob in live])
+            fresh = {group_id: pair for group_id, pair in encoded.items() if group_id not in known}
+            abandoned = self._abandoned()
+            live = [name for name, (group, _) in fresh.items() if abandoned.isdisjoint(versions_of(group))]
+            places = self._segments.append([fresh[name][1] for name in live])
+            place_of = dict(zip(live, places, strict=True))
             try:
                 with transaction(self._db, self.path):
-                    for (group, _), place in zip(live, places, strict=True):
-                        self._insert(group, GroupState.READY, None, place)
-                    for group in lost:
-                        self._insert(group, GroupState.DROPPED, lineage.ABANDONED, None)
+                    for name, (group, _) in fresh.items():
+                        if (place := place_of.get(name)) is not None:
+                            self._insert(group, GroupState.READY, None, place)
+                        else:
+                            self._insert(group, GroupState.DROPPED, lineage.ABANDONED, None)
             except BaseException:
                 self._segments.take_back(places)
                 raise
@@ -176,6 +192,17 @@ class EmbeddedBuffer:
 
     # Beyond the Protocol: filtered groups, the lineage of weights, and what lies here.
 
+    def descends(self, versions: Iterable[int]) -> bool:
+        """Whether none of these weights was abandoned by a restore: a group with tokens of such is dropped when it is put."""
+        with self._mutex:
+            return self._abandoned().isdisjoint(versions)
+
+    def dropped(self, reason: str) -> list[str]:
+        """Ids of the groups that were dropped for this reason, oldest first."""
+        sql = "select group_id from groups where state = 'dropped' and reason = ? order by seq"
+        with self._mutex, store_errors(self.path):
+            return [row[0] for row in self._db.execute(sql, (reason,))]
+
     def put_dropped(self, group: TrajectoryGroup, reason: str) -> bool:
         """Records a group that is not to be trained, with its counts and without its arrays. False: its id is there
         already."""
@@ -186,6 +213,13 @@ class EmbeddedBuffer:
             with transaction(self._db, self.path):
                 self._insert(group, GroupState.DROPPED, reason, None)
         return True
+
+    def recount(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Notes the counts of groups whose rows were masked further after they had been put. What was committed keeps the counts that it
+        was trained with; ids that nobody put are left alone."""
+        values = [(counts_to_json(count_rollouts(group)), group.group_id) for group in groups]
+        with self._mutex, transaction(self._db, self.path):
+            self._db.executemany(_RECOUNT, values)
 
     def record_publish(self, version: int, train_step: int) -> None:
         """Notes, before any engine has them, that the weights after `train_step` are published as `version`.
@@ -204,7 +238,7 @@ class EmbeddedBuffer:
     def train_step_of(self, version: int) -> int:
         """The train step whose weights were published as `version`; 0 for what was there before the first publish."""
         with self._mutex, store_errors(self.path):
-            return lineage.Versions(self._db).train_step(version)
+            return lineage.read_versions(self._db).train_step(version)
 
     def restore(self, train_step: int, policy_version: int) -> RestoreReport:
         """Goes back to a checkpoint taken after `train_step`, whose weights had been published as `policy_version`.
@@ -218,11 +252,11 @@ class EmbeddedBuffer:
         with self._mutex, transaction(self._db, self.path):
             return lineage.restore(self._db, train_step, policy_version, self._clock())
 
-    def drop_older_than(self, train_step_now: int, max_staleness: int) -> list[str]:
-        """Drops ready groups whose oldest token was sampled more than `max_staleness` train steps ago, as stale;
-        returns their ids."""
+    def drop_older_than(self, train_step_now: int, max_staleness: int, *, newest: bool = False) -> list[str]:
+        """Drops ready groups whose oldest token (with `newest`: whose newest token) was sampled more than `max_staleness` train steps ago,
+        as stale; returns their ids."""
         with self._mutex, transaction(self._db, self.path):
-            return lineage.take_stale(self._db, train_step_now, max_staleness, self._clock())
+            return lineage.take_stale(self._db, train_step_now, max_staleness, newest, self._clock())
 
     def ready_count(self) -> int:
         """Groups that a claim could take now."""
@@ -234,12 +268,19 @@ class EmbeddedBuffer:
         with self._mutex, store_errors(self.path):
             return count_states(self._db, self._clock())
 
+    def depths(self) -> dict[str, Depth]:
+        """Of the states ready and claimed: how many groups there are, and how long ago they were put."""
+        with self._mutex, store_errors(self.path):
+            return measure_depths(self._db, self._clock())
+
     def collect(self, oldest_kept_train_step: int) -> list[str]:
-        """Deletes the segments that no restore can need, given the train step of the oldest checkpoint kept; returns
-        their names."""
+        """Deletes the segments that no restore can need, given the train step of the oldest checkpoint kept, and that the retention does
+        not keep for longer; returns their names."""
         with self._mutex:
+            now = self._clock()
             with transaction(self._db, self.path):
-                names = lineage.finished_segments(self._db, oldest_kept_train_step, self._segments.active)
+                lineage.mark_free(self._db, oldest_kept_train_step, now)
+                names = unwanted(read_shelves(self._db, self._segments.active), self._retention, now)
                 gone = "segment in (select value from json_each(?))"
                 self._db.execute(f"update groups set segment = null where {gone}", (json.dumps(names),))
             self._segments.remove(names)
@@ -249,9 +290,9 @@ class EmbeddedBuffer:
         with store_errors(self.path):
             return {row[0] for row in self._db.execute(f"select group_id from groups where {_IDS}", (json.dumps(ids),))}
 
-    def _descends(self, group: TrajectoryGroup) -> bool:
+    def _abandoned(self) -> frozenset[int]:
         with store_errors(self.path):
-            return lineage.Versions(self._db).abandoned.isdisjoint(versions_of(group))
+            return lineage.read_versions(self._db).abandoned
 
     def _insert(self, group: TrajectoryGroup, state: GroupState, reason: str | None, place: Place | None) -> None:
         now = self._clock()

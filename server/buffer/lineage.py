@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterable
 
 from palestra.server.buffer.types import RestoreReport, VersionRefused
 from palestra.server.types import StoreError
@@ -37,21 +38,26 @@ def add_publish(db: sqlite3.Connection, version: int, train_step: int, now: floa
 
 
 class Versions:
-    """What was published so far, as it was read at construction."""
+    """What was published so far."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        rows = db.execute("select version, train_step, abandoned from publishes").fetchall()
-        self._steps = {int(version): int(step) for version, step, _ in rows}
-        self.abandoned = frozenset(int(version) for version, _, gone in rows if gone)
+    def __init__(self, rows: Iterable[tuple[int, int, bool | int]]) -> None:
+        """`rows`: version, train step, and whether a restore abandoned it, of each publish."""
+        known = list(rows)
+        self._steps = {int(version): int(step) for version, step, _ in known}
+        self.abandoned = frozenset(int(version) for version, _, gone in known if gone)
 
     def train_step(self, version: int) -> int:
         """The train step whose weights `version` is: its own record's, else the nearest earlier one's, else 0."""
         nearest = max((known for known in self._steps if known <= version), default=None)
         return 0 if nearest is None else self._steps[nearest]
 
-    def oldest_step(self, versions: list[int]) -> int | None:
-        """The train step of the oldest weights among `versions`; None where there are none."""
-        return min(map(self.train_step, versions), default=None)
+    def is_stale(self, versions: Iterable[int], train_step_now: int, max_staleness: int, newest: bool) -> bool:
+        """Whether the oldest of `versions` (with `newest`: even the newest) is of weights more than `max_staleness` train steps ago. What
+        was sampled by nothing is never stale."""
+        steps = [self.train_step(version) for version in versions]
+        if not steps:
+            return False
+        return train_step_now - (max(steps) if newest else min(steps)) > max_staleness
 
     def beyond(self, version: int, train_step: int, policy_version: int) -> bool:
         """Whether `version` is unknown to a run restored to `train_step`, whose weights were `policy_version`.
@@ -63,15 +69,21 @@ class Versions:
         return version in self.abandoned or self._steps.get(version, train_step + 1) > train_step
 
 
-def take_stale(db: sqlite3.Connection, train_step_now: int, max_staleness: int, now: float) -> list[str]:
-    """Drops ready groups whose oldest token is more than `max_staleness` train steps old; returns their ids."""
-    versions = Versions(db)
+def read_versions(db: sqlite3.Connection) -> Versions:
+    """What was published, as it stands."""
+    return Versions(db.execute("select version, train_step, abandoned from publishes").fetchall())
+
+
+def take_stale(db: sqlite3.Connection, train_step_now: int, max_staleness: int, newest: bool, now: float) -> list[str]:
+    """Drops ready groups whose oldest token (with `newest`: whose newest token) is more than `max_staleness` train steps old; returns
+    their ids."""
+    versions = read_versions(db)
     rows = db.execute(f"select seq, group_id, versions from groups where {_READY} order by seq", (now,)).fetchall()
-    stale = []
-    for seq, group_id, held in rows:
-        oldest = versions.oldest_step(json.loads(held))
-        if oldest is not None and train_step_now - oldest > max_staleness:
-            stale.append((seq, group_id))
+    stale = [
+        (seq, group_id)
+        for seq, group_id, held in rows
+        if versions.is_stale(json.loads(held), train_step_now, max_staleness, newest)
+    ]
     _drop(db, [seq for seq, _ in stale], STALE, now)
     return [group_id for _, group_id in stale]
 
@@ -82,7 +94,7 @@ def restore(db: sqlite3.Connection, train_step: int, policy_version: int, now: f
     Raises:
         StoreError: a group that would have to be trained again is not stored any more: no kept checkpoint preceded it.
     """
-    versions = Versions(db)
+    versions = read_versions(db)
     rows = db.execute(
         "select seq, group_id, versions, state, segment from groups "
         "where state in ('ready', 'claimed') or (state = 'committed' and step > ?) order by seq",
@@ -99,8 +111,8 @@ def restore(db: sqlite3.Connection, train_step: int, policy_version: int, now: f
             again.append((seq, group_id))
     _drop(db, [seq for seq, _ in lost], ABANDONED, now)
     db.execute(
-        f"update groups set state = 'ready', {_FREE}, step = null, checkpoint_id = null, ended_at = null "
-        f"where {_AMONG}",
+        f"update groups set state = 'ready', {_FREE}, step = null, checkpoint_id = null, ended_at = null, "
+        f"free_at = null where {_AMONG}",
         (json.dumps([seq for seq, _ in again]),),
     )
     db.execute("update publishes set abandoned = 1 where version > ? and train_step > ?", (policy_version, train_step))
@@ -116,11 +128,10 @@ def _drop(db: sqlite3.Connection, rows: list[int], reason: str, now: float) -> N
     )
 
 
-def finished_segments(db: sqlite3.Connection, train_step: int, active: str) -> list[str]:
-    """Segments, `active` not among them, all of whose groups were dropped or committed in steps up to `train_step`."""
-    rows = db.execute(
-        "select segment from groups where segment is not null and segment != ? group by segment "
-        "having min(state = 'dropped' or (state = 'committed' and step <= ?)) = 1",
-        (active, train_step),
+def mark_free(db: sqlite3.Connection, train_step: int, now: float) -> None:
+    """Notes which arrays no restore can need any more, given the train step of the oldest checkpoint kept."""
+    db.execute(
+        "update groups set free_at = ? where segment is not null and free_at is null "
+        "and (state = 'dropped' or (state = 'committed' and step <= ?))",
+        (now, train_step),
     )
-    return [str(name) for (name,) in rows]

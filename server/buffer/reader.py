@@ -29,6 +29,10 @@ class BufferReader:
         self.path = buffer_path(folder)
         self._segments = segments_path(folder)
         self._db = open_reader(self.path, SCHEMA)
+        with store_errors(self.path):
+            (version,) = self._db.execute("pragma user_version").fetchone()
+        # A file of version 1 has no such column until a writer brings it up to date.
+        self._free_at = "free_at" if version > 1 else "null"
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -38,8 +42,8 @@ class BufferReader:
     def entries(self) -> tuple[GroupEntry, ...]:
         """All groups, in the order in which they were put."""
         rows = self._rows(
-            "select group_id, task_id, group_size, state, reason, step, checkpoint_id, owner, versions, rollouts "
-            "from groups join counts using (seq) order by seq"
+            "select group_id, task_id, group_size, state, reason, step, checkpoint_id, owner, versions, rollouts, "
+            f"put_at, ended_at, segment, length, {self._free_at} from groups join counts using (seq) order by seq"
         )
         return tuple(_entry(row) for row in rows)
 
@@ -72,7 +76,8 @@ class BufferReader:
 
 
 def _entry(row: tuple[Any, ...]) -> GroupEntry:
-    group_id, task_id, size, state, reason, step, checkpoint_id, owner, versions, rollouts = row
+    group_id, task_id, size, state, reason, step, checkpoint_id, owner, versions, rollouts, *stored = row
+    put_at, ended_at, segment, length, free_at = stored
     return GroupEntry(
         group_id=group_id,
         task_id=task_id,
@@ -84,4 +89,9 @@ def _entry(row: tuple[Any, ...]) -> GroupEntry:
         owner=owner,
         versions=tuple(json.loads(versions)),
         rollouts=counts_from_json(rollouts),
+        put_at=put_at,
+        ended_at=ended_at,
+        shelf=segment,
+        stored_bytes=length if segment is not None else 0,
+        free_at=free_at,
     )

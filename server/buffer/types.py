@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,6 +44,16 @@ class GroupEntry:
     versions: tuple[int, ...]
     """Policy versions of its sampled tokens, ascending."""
     rollouts: tuple[RolloutCounts, ...]
+    put_at: float = 0.0
+    """Unix seconds."""
+    ended_at: float | None = None
+    """When it was committed or dropped; Unix seconds."""
+    shelf: str | None = None
+    """What its arrays are deleted with: a segment, or its own id where each group lies by itself; None where they are not stored."""
+    stored_bytes: int = 0
+    """Size of its arrays, where they are stored."""
+    free_at: float | None = None
+    """When `collect` first found that no restore can need its arrays; Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,16 @@ class RunBuffer(Buffer, Protocol):
         """Lets go of files and connections. Nothing needs to be flushed."""
 
     def claim(self, n: int, owner: str, ttl_s: float, *, claim_id: str | None = None) -> list[TrajectoryGroup]:
-        """As in `Buffer`; with a `claim_id`, a claim that is repeated because its reply was lost gives the same groups, those still held."""
+        """As in `Buffer`; with a `claim_id`, a claim that is repeated since its reply was lost gives the same groups, those still held."""
 
     def reclaim(self, claim_id: str, owner: str, ttl_s: float) -> list[TrajectoryGroup]:
         """What `owner` still holds of an earlier claim, its leases extended; empty where there was no such claim."""
+
+    def descends(self, versions: Iterable[int]) -> bool:
+        """Whether none of these weights was abandoned by a restore: a group with tokens of such is recorded as dropped when it is put."""
+
+    def dropped(self, reason: str) -> list[str]:
+        """Ids of the groups that were dropped for this reason, oldest first."""
 
     def put_dropped(self, group: TrajectoryGroup, reason: str) -> bool:
         """Records a group that is not to be trained, with its counts and without its arrays. False: its id is there already."""
@@ -121,7 +137,7 @@ class RunBuffer(Buffer, Protocol):
         """Of the states ready and claimed: how many groups there are, and how long they have been there."""
 
     def collect(self, oldest_kept_train_step: int) -> list[str]:
-        """Deletes the arrays that no restore can need, given the train step of the oldest checkpoint kept; returns names of what is gone."""
+        """Deletes arrays that no restore can need, given the train step of the oldest checkpoint kept; returns names of what is gone."""
 
 
 class RunBufferReader(Protocol):

@@ -27,6 +27,8 @@ class Schema:
     statements: tuple[str, ...]
     upgrades: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Per older version the statements that make it the next one."""
+    readable: int = 0
+    """The oldest version whose files a reader understands; 0: the newest alone."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -95,7 +97,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
     if known == 0:
         db.close()
         raise StoreError(f"{path}: an empty database; the run ended before it stored anything")
-    if known < schema.version:
+    if known < (schema.readable or schema.version):
         db.close()
         raise StoreError(
             f"{path}: written with schema {known}, an older one; going on with the run (--resume) brings it up to date"
