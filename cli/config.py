@@ -1,8 +1,7 @@
 """The configuration of a training run, and that of a service alone: one TOML file each, checked whole before anything starts.
 
 In: a file and overrides such as `--optim.lr=1e-5`. Out: a frozen `RunConfig` or `ServeConfig`, or an error that names the field, what is
-wrong and, for a misspelt key, the nearest one. Each package owns its section; this module puts them together and owns `[run]` and
-`[model]`.
+wrong and, for a misspelt key, the nearest one. Each package owns its section; this module puts them together.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from palestra.agents.config import AgentConfig
+from palestra.agents.evaluation.config import EvalConfig
+from palestra.cli.sections import FolderSection, ModelConfig, RunSection, check_passed
 from palestra.envs.config import EnvConfig, Section
 from palestra.envs.overrides import apply_override
 from palestra.envs.sandboxes import SandboxConfig
@@ -35,108 +36,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message has a line per fault."""
 
 
-class ModelConfig(Section):
-    """`[model]`: which weights the run starts from."""
-
-    table: ClassVar[str] = "model"
-    not_built: ClassVar[frozenset[str]] = frozenset(
-        [
-            "preset",
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "ffn",
-            "vocab",
-            "tied",
-            "qkv_bias",
-            "qk_norm",
-            "attn_gate",
-            "max_position",
-            "experts",
-            "topk",
-            "moe_ffn",
-            "shared_ffn",
-            "dense_layers",
-            "shared_gate",
-            "expert_bias",
-            "q_lora",
-            "kv_lora",
-            "nope_dim",
-            "rope_dim",
-            "v_dim",
-            "index_dim",
-            "linear_layers",
-            "lin_k_heads",
-            "lin_v_heads",
-            "lin_k_dim",
-            "lin_v_dim",
-            "lin_conv",
-            "linear_kind",
-            "mtp_layers",
-        ]
-    )
-    path: str
-    """A local folder in Hugging Face form, a hub id, or a packaged model (`smollm2-135m`)."""
-    family: str | None = None
-    """Chat family (`palestra doctor template MODEL` says which are known); None: told by the model's files."""
-    cache: str = "~/.cache/palestra"
-    """Where packaged models are converted to, once."""
-
-
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-
-
-class FolderSection(Section):
-    """`[run]` of a service: where its folder is."""
-
-    table: ClassVar[str] = "run"
-    not_built: ClassVar[frozenset[str]] = frozenset({"free_disk_bytes", "buffer_dir", "wall_clock_s"})
-    save_dir: str = "runs"
-    """Parent of the run's folder."""
-    name: str = Field("serve", pattern=_NAME)
-    """The run's folder below save_dir."""
-    start_deadline_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    """How long a role may take to become ready, seconds."""
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return Path(self.save_dir).expanduser() / self.name
-
-
-class RunSection(FolderSection):
-    """`[run]` of a training run: also how long it goes on."""
-
-    name: str = Field("run", pattern=_NAME)
-    """The run's folder below save_dir."""
-    steps: int = Field(10, ge=1)
-    """Train steps."""
-    save_every: int = Field(5, ge=1)
-    """Train steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints that stay."""
-
-
-def check_passed(rollout: EngineSection, sglang: Mapping[str, Any], router: Mapping[str, Any]) -> None:
-    """Tables that are passed on must have somebody who gets them.
-
-    Raises:
-        ValueError: one has not.
-    """
-    if sglang and (rollout.engine != "sglang" or rollout.urls):
-        raise ValueError(
-            '[sglang] is for engines that are started here: it needs rollout.engine = "sglang" and no rollout.urls'
-        )
-    if router and (not rollout.routed or rollout.router_url is not None):
-        raise ValueError("[router] is for a router that is started here, in front of several SGLang engines")
-
-
 class RunConfig(Section):
     """The whole file of a training run."""
 
-    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "workload", "eval"})
+    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "workload"})
     model: ModelConfig
     env: EnvConfig
     run: RunSection = RunSection()
@@ -151,6 +54,8 @@ class RunConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     """Where environments run code; nothing is started for one that runs none."""
     sft: SftConfig | None = None
+    eval: EvalConfig | None = None
+    """Evaluations while it trains; None: none."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Passed to megatron-core's TransformerConfig untouched, after its names were checked."""
     sglang: dict[str, Any] = Field(default_factory=dict)
@@ -165,6 +70,7 @@ class RunConfig(Section):
         check_passed(self.rollout, self.sglang, self.router)
         self.schedule.staleness(self.algo.updates_per_batch)
         self._carries_over()
+        self._evaluates()
         if self.weights.mode == "delta" and (
             lacking := [url for url in self.rollout.urls if url not in self.rollout.agents]
         ):
@@ -176,6 +82,14 @@ class RunConfig(Section):
                 'weights.mode = "delta" is for engines on other hosts: rollout.urls and rollout.agents must name them'
             )
         return self
+
+    def _evaluates(self) -> None:
+        if self.eval is None:
+            return
+        if self.eval.top_p < 1 and self.agent.kind != "chat":
+            raise ValueError('eval.top_p needs agent.kind = "chat": other agents ask the model by themselves')
+        if (self.eval.max_response or self.algo.max_response) >= self.rollout.context_len:
+            raise ValueError(f"eval.max_response leaves no room for a prompt in {self.rollout.context_len} tokens")
 
     def _carries_over(self) -> None:
         """A bound above what a synchronous run needs, and something that is carried over, ask for each other."""
@@ -194,7 +108,8 @@ class RunConfig(Section):
             )
         if sync and bound is not None and self.algo.oversample == 1 and self.schedule.partial == "off":
             raise ValueError(
-                "schedule.max_staleness: this synchronous run carries nothing over (schedule.partial, algo.oversample); remove it, or use async"
+                "schedule.max_staleness: this synchronous run carries nothing over (no schedule.partial, no algo.oversample); remove "
+                "it, or use async"
             )
 
     @property

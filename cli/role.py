@@ -12,7 +12,7 @@ from pathlib import Path
 
 from palestra.cli.roles.context import enter
 
-ROLES = ("engine", "service", "worker", "trainer")
+ROLES = ("engine", "service", "worker", "trainer", "evaluator")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,6 @@ from rich.console import Console
 from palestra.cli.config import (
     AnyConfig,
     ConfigError,
-    ModelConfig,
     RunConfig,
     ServeConfig,
     dump_toml,
@@ -31,6 +30,7 @@ from palestra.cli.config import (
     read_run,
 )
 from palestra.cli.roles.context import write_atomically
+from palestra.cli.sections import ModelConfig
 
 MAY_CHANGE = frozenset(
     {
@@ -42,6 +42,14 @@ MAY_CHANGE = frozenset(
         "env.concurrency",
     }
 )
+"""Keys that a resumed run may have another value of; besides them all of `[eval]`, since an evaluation changes no training."""
+
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value of this key."""
+    return key in MAY_CHANGE or key.split(".")[0] == "eval"
+
+
 """Fields that a resumed run may have otherwise."""
 
 
@@ -63,7 +71,7 @@ def prepare(config: RunConfig, model_folder: Path, resume: bool) -> Path:
         raise ConfigError(f"{folder} has no run to resume")
     if resume:
         _check_kind(folder, "train")
-        if changed := [line for key, line in _changes(folder, config) if key not in MAY_CHANGE]:
+        if changed := [line for key, line in _changes(folder, config) if not may_change(key)]:
             raise ConfigError(
                 f"a resumed run cannot change {', '.join(changed)}; start a new run under another --run.name"
             )

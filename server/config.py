@@ -12,7 +12,6 @@ from palestra.envs.config import Section
 from palestra.server.listen import LOOPBACK
 from palestra.server.types import PublishMode
 
-
 ENTRY = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
 """An import path and a name in it."""
 
@@ -177,11 +176,19 @@ class BufferConfig(Section):
 
     table: ClassVar[str] = "buffer"
     url: str | None = Field(None, pattern=r"^postgres(ql)?://")
-    """A PostgreSQL database, such as postgresql://user@host/name; passwords belong in PGPASSFILE, not here. None: files in the run's folder."""
+    """A PostgreSQL database, such as postgresql://user@host/name; its password belongs into PGPASSFILE. None: files in the run's folder."""
     keep_hours: float = Field(0.0, ge=0, allow_inf_nan=False)
     """How long arrays of trained groups stay after no checkpoint needs them any more, hours."""
     keep_bytes: int | None = Field(None, ge=0)
-    """Arrays that no checkpoint needs are deleted, oldest first, while all arrays take more than this; None: keep_hours alone says."""
+    """Of these, the oldest go before their time while all arrays together take more than this; None: keep_hours alone says."""
+
+    @model_validator(mode="after")
+    def _shortens(self) -> BufferConfig:
+        if self.keep_bytes is not None and not self.keep_hours:
+            raise ValueError(
+                "buffer.keep_bytes shortens buffer.keep_hours, which is 0: nothing would stay that it could delete"
+            )
+        return self
 
 
 class UpdateSection(Section):
@@ -215,6 +222,8 @@ class ScheduleConfig(UpdateSection):
     """Of partial = resume: seconds that a step generates before it takes what is ready."""
     generation_budget_tokens: int | None = Field(None, ge=1)
     """The same in sampled tokens of all rollouts together."""
+    min_batch: float = Field(0.25, ge=0, le=1)
+    """Share of algo.groups_per_step that such a step takes at least, one group in any case: short steps make what goes on older."""
     colocated: bool = False
     """Engines and trainer share their devices: engines are frozen while a step trains."""
     publish_every: int = Field(1, ge=1)
@@ -233,7 +242,7 @@ class ScheduleConfig(UpdateSection):
         ]
         if self.partial == "resume" and not budgets:
             raise ValueError(
-                'schedule.partial = "resume" needs schedule.generation_budget_s or generation_budget_tokens: when a step takes what is ready'
+                'schedule.partial = "resume" needs schedule.generation_budget_s or generation_budget_tokens: when to take what is ready'
             )
         if self.partial == "resume" and self.kind == "sync" and not self.max_staleness:
             raise ValueError(
@@ -250,6 +259,10 @@ class ScheduleConfig(UpdateSection):
     def publish_steps(self, updates_per_batch: int) -> int:
         """Train steps between publishes."""
         return -(-self.publish_every // updates_per_batch)
+
+    def ahead(self, updates_per_batch: int) -> int:
+        """Batches beyond the next one that may be generated under one publish: a sync run generates what it trains until the next."""
+        return self.publish_steps(updates_per_batch) - 1 if self.kind == "sync" else self.staleness(updates_per_batch)
 
     def staleness(self, updates_per_batch: int) -> int:
         """The bound in force, train steps.

@@ -25,16 +25,42 @@ Name: TypeAlias = Annotated[str, Meta(max_length=4096)]
 
 
 class WorkerBody(msgspec.Struct):
-    """POST /admin/worker."""
+    """POST /admin/worker: what a worker's environment and program are like. Said again, the weights are new."""
 
-    tasks: Count
-    """How many its environment has."""
+    tasks: Count | None = None
+    """How many there are; null: as many as are asked for."""
+    weights: list[float] | None = None
+    """How often each task is drawn, by its share; null: each once an epoch."""
+    reviews: bool = False
+    """Whether complete groups are to be reviewed before they are trained."""
+    deterministic: bool = False
+    """Whether the environment gives the same observations for the same seed and actions."""
+
+
+class SkipBody(msgspec.Struct):
+    """POST /admin/skip: a task that is not to be played. Its place is free again."""
+
+    group_id: Name
+    reason: Name = ""
+
+
+class VerdictBody(msgspec.Struct):
+    """POST /admin/verdict: what becomes of a group. Rollouts of it that go on are ended."""
+
+    group_id: Name
+    keep: bool = True
+    reason: Name = ""
+    """Why it is dropped: a word that is counted."""
+    rewards: dict[int, float | None] = {}
+    """Index of a rollout -> the reward that counts; null: unknown."""
 
 
 class WorkBody(msgspec.Struct):
     """POST /admin/work."""
 
     wait_s: Seconds
+    reviews_only: bool = False
+    """Whether its worker has no place for rollouts."""
 
 
 class ClaimBody(msgspec.Struct):
@@ -96,6 +122,8 @@ class RenderBody(msgspec.Struct):
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/admin/worker": WorkerBody,
     "/admin/work": WorkBody,
+    "/admin/skip": SkipBody,
+    "/admin/verdict": VerdictBody,
     "/admin/claim": ClaimBody,
     "/admin/lease": LeaseBody,
     "/admin/commit": CommitBody,

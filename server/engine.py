@@ -13,7 +13,9 @@ from typing import Any
 
 import aiohttp
 
+from palestra.server.busy import BusyClock
 from palestra.server.engine_wire import EngineSampling, Joined, Meta, Prompt, read_answer, request_body, stop_across
+from palestra.server.gate import Gate
 from palestra.server.signal import Signal
 from palestra.server.types import Completion, EngineError
 from palestra.server.workers.calls import Calls
@@ -42,9 +44,10 @@ class EngineClient:
         deadline_s: float = 600.0,
         retry_s: float = 30.0,
         decode: Callable[[Sequence[int]], str] | None = None,
+        places: int = 64,
     ) -> None:
         """`place`: a text is the URL of one engine; `retry_s`: how long attempts of one request may fail in a row; `decode`: ids to text,
-        needed to find stop texts that an abort cut in two."""
+        needed to find stop texts that an abort cut in two; `places`: requests that all engines together decode at a time."""
         place = EnginePlace(place) if isinstance(place, str) else place
         self.url = place.url.rstrip("/")
         self.deadline_s, self.retry_s, self.decode = deadline_s, retry_s, decode
@@ -61,15 +64,14 @@ class EngineClient:
         """Goes into the cache key of every request, so that what was computed under another one is not reused; None: nothing does."""
         self.running = 0
         """Completions that callers wait for."""
-        self.on_wire = 0
-        """Requests that an engine has now; those held back by the gate, or waiting for another attempt, are not among them."""
+        self.busy = BusyClock(places)
+        """How much engines have to do."""
         self.faults = 0
         """Attempts that failed through no fault of the request."""
         self.retries = 0
         """Attempts that were made after one that failed."""
-        self.gate = asyncio.Event()
-        """Cleared while a publish in `finish` mode holds new requests back."""
-        self.gate.set()
+        self.gate = Gate()
+        """Closed while a publish in `finish` mode, or a freeze, holds requests back."""
         self.idle = Signal()
         """Notified whenever a request leaves an engine."""
         self._cancelled: set[str] = set()
@@ -79,6 +81,11 @@ class EngineClient:
         """Part on the wire -> its time limit."""
         self._experts: tuple[int, int] | None = None
         self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def on_wire(self) -> int:
+        """Requests that an engine has now; those held back by the gate, or waiting for another attempt, are not among them."""
+        return self.busy.now
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -146,6 +153,7 @@ class EngineClient:
         self, prompt: Prompt, sampling: EngineSampling, rid: str, group: str, deadline: float, later: bool
     ) -> Completion:
         loop = asyncio.get_running_loop()
+        began = loop.time()
         joined, meta, cached, part, resumed = Joined(self._experts), None, -1, 0, False
         back_off: BackOff | None = None
         while True:
@@ -154,7 +162,7 @@ class EngineClient:
             name = self._parts[rid] = rid if part == 0 else f"{rid[:-4]}{part:04x}"
             part += 1
             body = request_body(prompt.and_then(joined.ids), sampling, name, left, len(joined.ids), self.salt)
-            await self._admitted(deadline)
+            await self._admitted(began, deadline)
             if rid in self._cancelled:
                 if meta is None:
                     raise EngineError(f"request {rid} was ended before it began")
@@ -214,15 +222,15 @@ class EngineClient:
         """Lets requests go on, from prompt and partial completion, with what was left of their budget."""
         self.gate.set()
 
-    async def _admitted(self, deadline: float) -> None:
-        """Until no publish holds requests back."""
+    async def _admitted(self, began: float, deadline: float) -> None:
+        """Until nothing holds requests back; those that began first go first."""
         if self.gate.is_set():
             return
         try:
             async with asyncio.timeout_at(deadline):
-                await self.gate.wait()
+                await self.gate.wait(began)
         except TimeoutError:
-            raise EngineError("a weight publish held the request back past its deadline") from None
+            raise EngineError("a weight publish, or a freeze, held the request back past its deadline") from None
 
     async def _attempt(self, body: bytes, name: str, group: str, deadline: float) -> Meta:
         """One part of a request.
@@ -246,7 +254,7 @@ class EngineClient:
         url = f"{self.url}/generate"
         headers = {"Content-Type": "application/json", "X-SMG-Routing-Key": key}
         begun = asyncio.get_running_loop().time()
-        self.on_wire += 1
+        self.busy.change(1)
         try:
             async with asyncio.timeout_at(deadline) as self._flying[name]:
                 async with self._http.post(url, data=body, headers=headers) as reply:
@@ -258,7 +266,7 @@ class EngineClient:
             raise setback from None
         finally:
             self._flying.pop(name, None)
-            self.on_wire -= 1
+            self.busy.change(-1)
             self.idle.notify()
         if reply.status == 200:
             return raw

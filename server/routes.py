@@ -14,16 +14,20 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from palestra.agents.types import Verdict
 from palestra.server import control_bodies as bodies
-from palestra.server.buffer.codec import encode_group, join_blobs
+from palestra.server.buffer.codec import decode_group, encode_group, join_blobs, split_blobs
 from palestra.server.control_bodies import Body, decode_body
 from palestra.server.gateway.dialects.reading import check_messages, check_tools
 from palestra.server.gateway.endpoint import key_of, read_body
 from palestra.server.gateway.types import status_of
+from palestra.server.plan.types import WorkerFacts
 from palestra.server.service import RolloutService
-from palestra.server.types import ServerError, SessionError
+from palestra.server.types import SampleError, ServerError, SessionError, StoreError
 
 control = APIRouter()
+MAX_GROUPS = 1 << 30
+"""Bytes of groups that one call may bring."""
 MAX_WAIT_S = 60.0
 """How long one call waits for work or groups; its caller asks again."""
 
@@ -78,29 +82,47 @@ async def health(request: Request) -> Response:
 @control.get("/status")
 async def status(request: Request) -> Response:
     """What goes on, and who waits for whom."""
-    return reply(service_of(request).status())
+    return reply(await service_of(request).status())
 
 
 @control.post("/admin/worker")
 async def register_worker(request: Request) -> Response:
-    """A worker says how many tasks its environment has."""
+    """A worker says what its environment and its program are like."""
     require_admin(request)
     body = await body_as(request, bodies.WorkerBody)
+    facts = WorkerFacts(body.tasks, body.weights, body.reviews, body.deterministic)
     try:
-        service_of(request).plan.set_source(body.tasks)
+        service_of(request).plan.register(facts)
     except ValueError as error:
         raise SessionError(str(error)) from error
-    service_of(request).signal.notify()
     return reply({"ok": True})
 
 
 @control.post("/admin/work")
 async def work(request: Request) -> Response:
-    """The next assignment, or null when none came within `wait_s`."""
+    """The next work (`kind`: play or review), or null when none came within `wait_s`."""
     require_admin(request)
     body = await body_as(request, bodies.WorkBody)
-    assignment = await service_of(request).work(min(body.wait_s, MAX_WAIT_S))
-    return reply(None if assignment is None else assignment.as_dict())
+    work = await service_of(request).work(min(body.wait_s, MAX_WAIT_S), reviews_only=body.reviews_only)
+    return reply(None if work is None else work.as_dict())
+
+
+@control.post("/admin/skip")
+async def skip(request: Request) -> Response:
+    """A task that is not to be played."""
+    require_admin(request)
+    body = await body_as(request, bodies.SkipBody)
+    await service_of(request).judge(body.group_id, Verdict(keep=False, reason=body.reason))
+    return reply({"ok": True})
+
+
+@control.post("/admin/verdict")
+async def verdict(request: Request) -> Response:
+    """What the run's own program says of a group; can be repeated."""
+    require_admin(request)
+    body = await body_as(request, bodies.VerdictBody)
+    await service_of(request).judge(body.group_id, Verdict(body.keep, body.reason, body.rewards))
+    return reply({"ok": True})
 
 
 @control.post("/admin/claim", response_class=Framed)
@@ -115,18 +137,31 @@ async def claim(request: Request) -> Response:
     return Framed(framed)
 
 
+@control.post("/admin/put")
+async def put(request: Request) -> Response:
+    """Groups in the buffer's own encoding, each behind its length: rows made by hand of sessions on record. Refused where they say anything
+    else of a token than the record does; a group that is there already is left alone."""
+    require_admin(request)
+    raw = await read_body(request.receive, dict(request.headers.raw), MAX_GROUPS)
+    try:
+        groups = [decode_group(blob) for blob in split_blobs(raw)]
+    except (StoreError, SampleError) as error:
+        raise SessionError(f"body: {error}", 400, "groups_refused") from error
+    return reply({"count": await service_of(request).put(groups)})
+
+
 @control.post("/admin/lease")
 async def lease(request: Request) -> Response:
     """Renews or releases leases."""
     require_admin(request)
     body, service = await body_as(request, bodies.LeaseBody), service_of(request)
     if body.release:
-        count = service.buffer.release(body.group_ids, body.owner)
+        count = await asyncio.to_thread(service.buffer.release, body.group_ids, body.owner)
         service.signal.notify()
     elif body.ttl_s is None:
         raise SessionError("ttl_s must be given to renew leases")
     else:
-        count = service.buffer.renew(body.group_ids, body.owner, body.ttl_s)
+        count = await asyncio.to_thread(service.buffer.renew, body.group_ids, body.owner, body.ttl_s)
     return reply({"count": count})
 
 
@@ -188,14 +223,14 @@ async def render(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Rollout-side figures since the last call."""
     require_admin(request)
-    return reply(service_of(request).step_metrics())
+    return reply(await service_of(request).step_metrics())
 
 
 @control.get("/admin/ledger")
 async def ledger(request: Request) -> Response:
     """Where every sampled token went."""
     require_admin(request)
-    return reply(service_of(request).ledger())
+    return reply(await service_of(request).ledger())
 
 
 async def on_error(request: Request, error: Exception) -> Response:

@@ -8,7 +8,10 @@ is waited for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +26,11 @@ from palestra.server.types import (
     Turn,
     VersionSpan,
 )
+
+_SAMPLED = int(TokenSource.SAMPLED)
+"""numpy compares bytes with a plain int several times faster than with an IntEnum."""
+Masks: TypeAlias = Sequence[Sequence[int]]
+"""Per row of a rollout, in the order of its branches, a 0 or 1 per token."""
 
 
 def trajectory_rows(trajectory: Trajectory, *, mask_truncated: bool = False) -> tuple[TrainingSample, ...]:
@@ -47,10 +55,22 @@ def trajectory_rows(trajectory: Trajectory, *, mask_truncated: bool = False) -> 
     return tuple(rows)
 
 
+def rows_of_open(trajectory: Trajectory) -> tuple[TrainingSample, ...]:
+    """The rows that a rollout would have if it ended now with a reward."""
+    return trajectory_rows(replace(trajectory, reward=0.0))
+
+
 def group_of(
-    group_id: str, task_id: str, group_size: int, trajectories: Sequence[Trajectory], *, mask_truncated: bool = False
+    group_id: str,
+    task_id: str,
+    group_size: int,
+    trajectories: Sequence[Trajectory],
+    *,
+    mask_truncated: bool = False,
+    masks: Mapping[str, Masks] = MappingProxyType({}),
 ) -> TrajectoryGroup:
-    """The group that these rollouts make. A rollout without a kept turn has no row, and its reward is left out with it.
+    """The group that these rollouts make. A rollout without a kept turn has no row, and its reward is left out with it. `masks`: by rollout
+    id, those that were made by hand, one per row.
 
     Raises:
         SampleError: a rollout is of another group, or breaks laws 1 or 2.
@@ -61,10 +81,64 @@ def group_of(
         if trajectory.group_id != group_id:
             raise SampleError(f"rollout {trajectory.rollout_id} is of group {trajectory.group_id}, not of {group_id}")
         rows = trajectory_rows(trajectory, mask_truncated=mask_truncated)
+        if trajectory.rollout_id in masks:
+            rows = with_masks(rows, masks[trajectory.rollout_id])
         samples += rows
         if rows and rows[0].reward is not None:
             rewards[trajectory.rollout_id] = rows[0].reward
     return TrajectoryGroup(group_id, task_id, group_size, tuple(samples), rewards)
+
+
+def with_masks(rows: Sequence[TrainingSample], masks: Masks) -> tuple[TrainingSample, ...]:
+    """Rows under masks made by hand: one per row, a 0 or 1 per token.
+
+    Raises:
+        SampleError: not one mask per row, another length, another value, or a 1 on a token that is not this row's own sampled one (law 2).
+    """
+    if not rows or len(masks) != len(rows):
+        raise SampleError(f"{len(masks)} masks for the {len(rows)} rows of this rollout; give one per row (branch)")
+    out = []
+    for row, given in zip(rows, masks, strict=True):
+        where = f"mask of row {row.rollout_id}/{row.attempt} branch {row.branch}"
+        mask = np.asarray(given)
+        if mask.shape != row.token_ids.shape:
+            raise SampleError(f"{where}: {mask.size} entries for {len(row.token_ids)} tokens")
+        if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
+            raise SampleError(f"{where}: it must hold 0 and 1 alone")
+        wrong = mask.astype(bool) & ~row.loss_mask.astype(bool)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise SampleError(
+                f"{where}: 1 at {at}, whose source is {TokenSource(int(row.sources[at])).name}: only what the engine sampled, and no other "
+                "row trains, can be trained on"
+            )
+        out.append(replace(row, loss_mask=mask.astype(np.uint8)))
+    return tuple(out)
+
+
+def mask_versions(
+    group: TrajectoryGroup, too_old: Callable[[int, int], bool]
+) -> tuple[TrajectoryGroup, list[tuple[int, int]]]:
+    """The group with the tokens of some weights masked as STALE: `too_old(version, newest)` decides, `newest` being the newest version of
+    the rollout. Also (length of the row, newly masked tokens) of each row that changed."""
+    newest: dict[tuple[str, int], int] = {}
+    for row in group.samples:
+        key = (row.rollout_id, row.attempt)
+        newest[key] = max([newest.get(key, -1), *(span.version for span in row.spans)])
+    rows, lengths = [], []
+    for row in group.samples:
+        old = np.zeros(len(row.token_ids), bool)
+        for span in row.spans:
+            if too_old(span.version, newest[row.rollout_id, row.attempt]):
+                old[span.start : span.end] = True
+        old &= row.loss_mask.astype(bool)
+        if old.any():
+            lengths.append((len(old), int(old.sum())))
+            sources, mask = row.sources.copy(), row.loss_mask.copy()
+            sources[old], mask[old] = TokenSource.STALE, 0
+            row = replace(row, sources=sources, loss_mask=mask)
+        rows.append(row)
+    return replace(group, samples=tuple(rows)), lengths
 
 
 def _kept_turns(trajectory: Trajectory, where: str) -> dict[int, Turn]:
@@ -125,7 +199,7 @@ def _row(
         spans += [VersionSpan(span.version, start + span.start, start + span.end) for span in turn.spans]
         ends.append(end)
         at = end
-    mask: U8 = (sources == TokenSource.SAMPLED).astype(np.uint8)
+    mask: U8 = (sources == _SAMPLED).astype(np.uint8)
     return TrainingSample(
         rollout_id=trajectory.rollout_id,
         attempt=trajectory.attempt,

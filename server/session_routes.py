@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from palestra.server.gateway.opening import CloseBody, OpenSession, RewardBody
 from palestra.server.routes import body_as, reply, require_admin, service_of
+from palestra.server.rows import rows_of_open
 from palestra.server.store.jsonbytes import dumps
-from palestra.server.transcripts import branches, trajectory_json
+from palestra.server.transcripts import branches, row_json, trajectory_json
 from palestra.server.types import SessionError
 
 sessions = APIRouter()
@@ -100,7 +101,10 @@ async def reward(request: Request, rollout_id: str) -> Response:
 async def close(request: Request, rollout_id: str) -> Response:
     """Ends a session, with the outcome in the body or the one that posted rewards make."""
     require_admin(request)
-    outcome = await service_of(request).desk.close(rollout_id, await body_as(request, CloseBody))
+    service, body = service_of(request), await body_as(request, CloseBody)
+    if body.masks is not None:
+        await service.keep_masks(rollout_id, body.attempt, body.masks)
+    outcome = await service.desk.close(rollout_id, body)
     return reply({"closed": True, "reward": None if outcome is None else outcome.reward})
 
 
@@ -110,6 +114,15 @@ async def trajectory(request: Request, rollout_id: str) -> Response:
     require_admin(request)
     found = service_of(request).log.reader.read_trajectory(rollout_id, attempt_of(request))
     return Response(dumps(trajectory_json(found)), media_type="application/json")
+
+
+@sessions.get("/v1/sessions/{rollout_id}/rows")
+async def rows(request: Request, rollout_id: str) -> Response:
+    """A session's training rows as they stand, one per branch: what a mask made by hand speaks of."""
+    require_admin(request)
+    found = service_of(request).log.reader.read_trajectory(rollout_id, attempt_of(request))
+    rows_now = [row_json(row) for row in rows_of_open(found)]
+    return Response(dumps({"rows": rows_now}), media_type="application/json")
 
 
 @sessions.get("/v1/sessions/{rollout_id}/conversation")

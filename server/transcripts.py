@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from palestra.server.types import Trajectory, Turn, VersionSpan
+from palestra.server.types import TrainingSample, Trajectory, Turn, VersionSpan
 
 _ARRAYS = {"prompt_delta": np.int32, "completion_ids": np.int32, "logprobs": np.float32}
 
@@ -34,6 +35,18 @@ def trajectory_of(data: Mapping[str, Any]) -> Trajectory:
         values["messages"] = tuple(entry["messages"])
         turns.append(Turn(**values))
     return Trajectory(**{**data, "turns": tuple(turns), "turn_rewards": tuple(data["turn_rewards"])})
+
+
+def row_json(row: TrainingSample) -> dict[str, Any]:
+    """A training row as JSON values; logprobs are null where nothing was sampled."""
+    return {
+        "branch": row.branch,
+        "token_ids": row.token_ids.tolist(),
+        "sources": row.sources.tolist(),
+        "loss_mask": row.loss_mask.tolist(),
+        "logprobs": [value if math.isfinite(value) else None for value in row.logprobs.tolist()],
+        "spans": [[span.version, span.start, span.end] for span in row.spans],
+    }
 
 
 def branches(trajectory: Trajectory) -> list[list[Mapping[str, Any]]]:

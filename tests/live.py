@@ -20,7 +20,7 @@ import uvloop
 from palestra.server.app import build_app
 from palestra.server.gateway.session import SessionLimits
 from palestra.server.listen import bind
-from palestra.server.plan.plan import PlanSettings
+from palestra.server.plan.types import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 from palestra.server.types import PublishMode
@@ -89,7 +89,7 @@ def settings(store: Path, engine_url: str, **changes: Any) -> ServiceSettings:
     }
     top: dict[str, Any] = {"engine": EnginePlace(engine_url), "update_mode": PublishMode.RETRACT, "deadline_s": 60.0}
     for name, value in changes.items():
-        table = limits if name in limits else plan if name in plan else top
+        table = limits if name in limits else plan if name in PlanSettings.__slots__ else top
         table[name] = value
     return ServiceSettings(
         store=store,

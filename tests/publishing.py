@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from palestra.server.client import ServiceClient
+from palestra.server.gate import Gate
 from palestra.server.listen import bind
 from palestra.server.publish_routes import publishing
 from palestra.server.publishing.bodies import EndBody
@@ -45,8 +46,7 @@ class Engines:
     def __init__(self, place: EnginePlace) -> None:
         self.calls = Calls(dict.fromkeys(place.agents.values(), place.agent_token) if place.agent_token else {})
         self.fleet = WorkerTable(place, self.calls)
-        self.gate, self.idle, self.on_wire = asyncio.Event(), Signal(), 0
-        self.gate.set()
+        self.gate, self.idle, self.on_wire = Gate(), Signal(), 0
         self.salt: str | None = None
 
 

@@ -66,7 +66,24 @@ MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calcu
         ({"algo": {"estimator": "ppo"}}, "not built: algo.estimator"),
         ({"algo": {"group_size": 0}}, "algo.group_size.*greater than or equal to 1.*got 0"),
         ({"schedule": {"kind": "async"}}, "schedule.max_staleness must be given"),
-        ({"schedule": {"max_staleness": 3}}, "schedule.max_staleness follows from"),
+        ({"schedule": {"max_staleness": 3}}, "this synchronous run carries nothing over"),
+        ({"schedule": {"kind": "one_step_off", "max_staleness": 3}}, "schedule.max_staleness follows from"),
+        ({"schedule": {"partial": "resume"}}, "needs schedule.generation_budget_s or generation_budget_tokens"),
+        ({"schedule": {"partial": "resume", "generation_budget_s": 5}}, "needs schedule.max_staleness of at least 1"),
+        ({"schedule": {"generation_budget_tokens": 5}}, 'needs schedule.partial = "resume"'),
+        ({"schedule": {"partial_old_tokens": "mask"}}, 'partial_old_tokens needs schedule.partial = "resume"'),
+        ({"schedule": {"kind": "one_step_off", "colocated": True}}, 'schedule.colocated needs schedule.kind = "sync"'),
+        ({"algo": {"oversample": 2}}, "algo.oversample needs schedule.max_staleness of at least 1"),
+        (
+            {"algo": {"oversample": 2}, "schedule": {"kind": "one_step_off"}},
+            "the staleness bound says what is under way",
+        ),
+        ({"algo": {"group_size": 2, "min_group": 3}}, "no group would be trained"),
+        ({"rollout": {"plan": "a:B", "function": "a:b"}}, "both say how rollouts are made"),
+        ({"buffer": {"url": "mysql://x"}}, "buffer.url"),
+        ({"buffer": {"keep_bytes": 5}}, "buffer.keep_bytes shortens buffer.keep_hours, which is 0"),
+        ({"agent": {"kind": "python", "entry": "a:b"}, "eval": {"top_p": 0.5}}, 'eval.top_p needs agent.kind = "chat"'),
+        ({"eval": {"max_response": 9999}}, "eval.max_response leaves no room"),
         ({"schedule": {"deadline_s": float("inf")}}, "schedule.deadline_s"),
         ({"agent": {"kind": "command"}}, "agent.command must be given"),
         ({"run": {"name": "../x"}}, "run.name"),
@@ -182,6 +199,7 @@ READ_INSIDE = {
     "algo.episode_deadline_s": "limits",
     "algo.temperature": "sampling",
     "algo.max_response": "sampling",
+    "algo.ratio_correction": "correction",
 }
 # One value only: every other is refused by name, so there is nothing to consume.
 SINGLE = {

@@ -208,9 +208,14 @@ def test_after_a_restart_complete_groups_are_kept_and_open_ones_played_again(
         client = ServiceClient(live.url, TOKEN)
         client.register_worker(5)
         begin(client, tiny_moe)
-        again = next_work(client)
-        assert (again.group_id, again.attempt, again.task) == (work.group_id, 1, work.task)
-        play(live, client, again, {0: 0.0, 1: 1.0})
+        fresh, again = next_work(client), next_work(client)
+        assert (fresh.group_id, fresh.attempt, fresh.indices) == (work.group_id, 0, (1,)), (
+            "its session was never opened"
+        )
+        assert (again.group_id, again.attempt, again.indices) == (work.group_id, 1, (0,))
+        assert fresh.task == again.task == work.task
+        play(live, client, fresh, {1: 1.0})
+        play(live, client, again, {0: 0.0})
         assert len(client.claim(2, "me", 30.0, 10.0)) == 2
         ledger = read_ledger(asked.store)
         assert ledger.balanced

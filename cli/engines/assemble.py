@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from palestra.cli.config import check_passed
 from palestra.cli.engines.commands import RouterKind, engine_commands, ports_needed, router_command
 from palestra.cli.engines.environment import find
 from palestra.cli.engines.options import check, known
 from palestra.cli.engines.ports import free_ports, is_free
 from palestra.cli.engines.topology import of_config
 from palestra.cli.engines.types import EngineCommand, EngineEnvironment, EngineSetupError
+from palestra.cli.sections import check_passed
 from palestra.server.config import EngineSection
 
 HERE = "127.0.0.1"

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from palestra.cli.config import ConfigError, ModelConfig, check_as
+from palestra.cli.config import ConfigError, check_as
 from palestra.cli.engines.assemble import HERE, Assembly, Places, assemble
 from palestra.cli.engines.fleet import EngineFleet
 from palestra.cli.engines.options import take
@@ -28,6 +28,7 @@ from palestra.cli.engines.part import FleetError
 from palestra.cli.engines.types import EngineSetupError
 from palestra.cli.roles.context import write_atomically
 from palestra.cli.runfolder import resolve_model
+from palestra.cli.sections import ModelConfig
 from palestra.server.config import EngineSection
 
 FIELDS: dict[str, tuple[str, type, str]] = {

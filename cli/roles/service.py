@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from pathlib import Path
@@ -10,11 +11,15 @@ from pathlib import Path
 from palestra.cli.config import ConfigError, RunConfig, ServeConfig
 from palestra.cli.launch.local import LISTENERS
 from palestra.cli.roles.context import RoleContext
-from palestra.envs.tasks import read_tasks, task_to_json
+from palestra.envs.tasks import task_to_json
+from palestra.envs.tasksources import read_any_tasks
 from palestra.server.app import build_app, control_app, serve
+from palestra.server.buffer.opening import open_buffer
+from palestra.server.buffer.retention import Retention
+from palestra.server.buffer.types import RunBuffer
 from palestra.server.gateway.session import SessionLimits
 from palestra.server.listen import bind, url_of
-from palestra.server.plan.plan import PlanSettings
+from palestra.server.plan.types import PlanSettings
 from palestra.server.renderer.registry import load_renderer
 from palestra.server.service import RolloutService, ServiceSettings
 from palestra.server.workers.types import EnginePlace
@@ -84,7 +89,7 @@ def settings_of(context: RoleContext) -> ServiceSettings:
 def _of_training(context: RoleContext, config: RunConfig) -> ServiceSettings:
     algo, rollout = config.algo, config.rollout
     window = min(algo.max_context or rollout.context_len, rollout.context_len)
-    tasks = None if config.env.tasks is None else [task_to_json(task) for task in read_tasks(config.env.tasks)]
+    tasks = None if config.env.tasks is None else [task_to_json(task) for task in read_any_tasks(config.env.tasks)]
     return ServiceSettings(
         store=context.folder / "store",
         engine=engine_place(context),
@@ -92,21 +97,48 @@ def _of_training(context: RoleContext, config: RunConfig) -> ServiceSettings:
         routed_experts=context.run.rollout.routed_experts,
         model=config.model.path,
         limits=SessionLimits(algo.max_turns, algo.max_response, window, algo.temperature),
-        plan=PlanSettings(
-            groups_per_step=algo.groups_per_step,
-            group_size=algo.group_size,
-            staleness=config.schedule.staleness(algo.updates_per_batch),
-            last_step=config.run.steps,
-            drop_zero_variance=algo.drop_zero_variance,
-            retries=rollout.retries,
-            seed=algo.seed,
-            shuffle=config.env.order == "shuffle",
-            rollout_deadline_s=2 * algo.episode_deadline_s + 120.0,
-        ),
+        plan=plan_settings(config),
         update_mode=config.schedule.update_mode,
         deadline_s=config.schedule.deadline_s,
         tasks=tasks,
+        open_buffer=lambda folder: buffer_of(config, folder),
+        places=rollout.max_running * max(1, rollout.engines, len(rollout.urls)),
     )
+
+
+def plan_settings(config: RunConfig) -> PlanSettings:
+    """What the plan follows, from the run's configuration."""
+    algo, schedule, rollout = config.algo, config.schedule, config.rollout
+    return PlanSettings(
+        groups_per_step=algo.groups_per_step,
+        group_size=algo.group_size,
+        staleness=schedule.staleness(algo.updates_per_batch),
+        ahead=schedule.ahead(algo.updates_per_batch),
+        oversample=algo.oversample,
+        max_in_flight=schedule.max_in_flight,
+        last_step=config.run.steps,
+        drop_zero_variance=algo.drop_zero_variance,
+        min_group=algo.min_group,
+        max_truncated=algo.max_truncated,
+        mask_old=schedule.too_old == "mask",
+        mask_earlier=schedule.partial == "resume" and schedule.partial_old_tokens == "mask",
+        budget_s=schedule.generation_budget_s,
+        budget_tokens=schedule.generation_budget_tokens,
+        least=max(1, math.ceil(schedule.min_batch * algo.groups_per_step)),
+        colocated=schedule.colocated,
+        program="function" if rollout.function is not None else "plan" if rollout.plan is not None else "none",
+        retries=rollout.retries,
+        seed=algo.seed,
+        shuffle=config.env.order == "shuffle",
+        rollout_deadline_s=2 * algo.episode_deadline_s + 120.0,
+    )
+
+
+def buffer_of(config: RunConfig, folder: Path) -> RunBuffer:
+    """The run's buffer, where its configuration says."""
+    kept = config.buffer
+    retention = Retention(keep_s=kept.keep_hours * 3600, keep_bytes=kept.keep_bytes)
+    return open_buffer(folder, kept.url, config.run.name, retention=retention)
 
 
 def _alone(context: RoleContext, config: ServeConfig) -> ServiceSettings:

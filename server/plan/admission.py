@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+
+from palestra.server.plan.types import Load, PlanSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Where the groups that are not finished with are."""
+def capacity(load: Load, settings: PlanSettings, *, committed_step: int, published_step: int) -> int:
+    """Groups that may be opened so that none is older than the bound when it is trained.
 
-    open: int
-    ready: int
-    claimed: int
+    With weights of step p published, groups for steps p+1 .. p+1+ahead may exist. Those of steps up to `committed_step` are done, so
+    (1 + ahead - (committed - published)) batches are left to hold, minus what is already there: dropped and failed groups are there no
+    longer, so their places are free again. A sync run therefore opens nothing between the commit of a step and the publish of its weights.
+    No more is opened than the steps up to the last will train, and no more rollouts than `max_in_flight`.
 
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.open + self.ready + self.claimed
-
-
-def capacity(
-    load: Load, *, groups_per_step: int, staleness: int, committed_step: int, published_step: int, last_step: int
-) -> int:
-    """Groups that may be opened so that none is older than `staleness` train steps when it is trained.
-
-    With weights of step p published, groups for steps p+1 .. p+1+staleness may exist. Those of steps up to `committed_step` are done, so
-    (1 + staleness - (committed - published)) batches are left to hold, minus what is already there. A sync run therefore opens nothing
-    between the commit of a step and the publish of its weights. No more is opened than the steps up to `last_step` will train.
+    This is the staleness admission of AReaL (arXiv 2505.24298, section 5.1) with one batch per train step, counted in groups.
     """
-    lag = committed_step - published_step
-    window = (1 + staleness - lag) * groups_per_step
-    wanted = (last_step - committed_step) * groups_per_step
-    return max(0, min(window, wanted) - load.total)
+    ahead = settings.staleness if settings.ahead is None else settings.ahead
+    batches = max(0, 1 + ahead - (committed_step - published_step))
+    window = math.ceil(batches * settings.groups_per_step * settings.oversample)
+    wanted = math.ceil((settings.last_step - committed_step) * settings.groups_per_step * settings.oversample)
+    room = min(window, wanted) - load.total
+    if settings.max_in_flight is not None:
+        room = min(room, (settings.max_in_flight - load.unfinished) // settings.group_size)
+    return max(0, room)

@@ -8,89 +8,74 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from palestra.server.plan.types import Assignment, OpenGroup, RolloutSlot
 from palestra.server.store.types import SessionOutcome
 
-
-@dataclass(slots=True)
-class RolloutSlot:
-    """One of a group's k rollouts."""
-
-    index: int
-    attempt: int = 0
-    retries_left: int = 0
-    outcome: SessionOutcome | None = None
-    started_at: float | None = None
-    """time.monotonic() when a worker took it; None while it waits."""
-
-
-@dataclass(slots=True)
-class OpenGroup:
-    """One group from its opening to its last rollout's end."""
-
-    group_id: str
-    task: Any
-    """Index in the environment's own tasks, or the task itself as a mapping."""
-    seed: int
-    slots: list[RolloutSlot]
-    task_id: str = ""
-    outside: bool = False
-    """Opened by somebody else than the plan: nothing of it is handed out, and it counts for no schedule."""
-    opened_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def complete(self) -> bool:
-        """Every rollout has ended for good."""
-        return all(slot.outcome is not None for slot in self.slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a worker is told to play: some rollouts of one group, all at the same attempt."""
-
-    group_id: str
-    group_size: int
-    indices: tuple[int, ...]
-    attempt: int
-    task: Any
-    seed: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
+NO_FAULT = frozenset({"replay_diverged", "abandoned"})
+"""Ends of rollouts that could not be led through what was recorded of them: they are played anew, whatever was played again before."""
 
 
 class GroupBook:
     """All open groups, and the queue of what workers should take next."""
 
-    def __init__(self, retries: int) -> None:
-        self.retries = retries
+    def __init__(self, retries: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.retries, self._clock = retries, clock
         self.groups: dict[str, OpenGroup] = {}
         self._queue: deque[Assignment] = deque()
 
     def open(self, group_id: str, task: Any, seed: int, size: int, attempt: int = 0) -> OpenGroup:
         """A new group, all of its rollouts queued."""
         slots = [RolloutSlot(i, attempt, self.retries) for i in range(size)]
-        group = self.groups[group_id] = OpenGroup(group_id, task, seed, slots)
+        group = self.groups[group_id] = OpenGroup(group_id, task, seed, slots, opened_at=self._clock())
         self._queue.append(Assignment(group_id, size, tuple(range(size)), attempt, task, seed))
         return group
 
     def adopt(self, group_id: str, task: Any, size: int) -> OpenGroup:
         """A group that others play, known from now on."""
         slots = [RolloutSlot(i) for i in range(size)]
-        return self.groups.setdefault(group_id, OpenGroup(group_id, task, 0, slots, outside=True))
+        opened = OpenGroup(group_id, task, 0, slots, outside=True, opened_at=self._clock())
+        return self.groups.setdefault(group_id, opened)
+
+    def reopen(self, group: OpenGroup, again: Sequence[int], replay: Sequence[int]) -> None:
+        """A group as it stood before a restart: the rollouts `again` wait to be played anew, those of `replay` to be led through what is on
+        record of them. Rollouts of one attempt go to a worker together."""
+        self.groups[group.group_id] = group
+        for indices, replays in ((replay, True), (again, False)):
+            attempts = sorted({group.slots[index].attempt for index in indices})
+            for attempt in attempts:
+                which = tuple(index for index in indices if group.slots[index].attempt == attempt)
+                self._queue.append(
+                    Assignment(group.group_id, len(group.slots), which, attempt, group.task, group.seed, replays)
+                )
 
     def take(self) -> Assignment | None:
         """The next assignment, oldest first; None where nothing waits."""
-        if not self._queue:
-            return None
-        assignment = self._queue.popleft()
-        for index in assignment.indices:
-            self.groups[assignment.group_id].slots[index].started_at = time.monotonic()
-        return assignment
+        while self._queue:
+            assignment = self._queue.popleft()
+            slots = self.groups[assignment.group_id].slots
+            waiting = tuple(index for index in assignment.indices if slots[index].outcome is None)
+            for index in waiting:
+                slots[index].started_at = self._clock()
+            if waiting:
+                return replace(assignment, indices=waiting)
+        return None
+
+    def hand_out_again(self, group_id: str, index: int) -> bool:
+        """A rollout whose worker is gone is to be led through what is on record of it by another one. False: it was played again often
+        enough."""
+        group = self.groups[group_id]
+        slot = group.slots[index]
+        if slot.retries_left < 1:
+            return False
+        slot.retries_left -= 1
+        slot.started_at = None
+        size = len(group.slots)
+        self._queue.append(Assignment(group_id, size, (index,), slot.attempt, group.task, group.seed, replay=True))
+        return True
 
     @property
     def waiting(self) -> int:
@@ -106,8 +91,9 @@ class GroupBook:
         slot = group.slots[index]
         if slot.attempt != attempt or slot.outcome is not None:
             return None
-        if outcome.reward is None and slot.retries_left > 0:
-            slot.retries_left -= 1
+        free = outcome.stop_reason in NO_FAULT
+        if outcome.reward is None and (free or slot.retries_left > 0) and group.verdict is None:
+            slot.retries_left -= not free
             slot.attempt += 1
             slot.started_at = None
             self._queue.append(Assignment(group_id, len(group.slots), (index,), slot.attempt, group.task, group.seed))
@@ -117,7 +103,7 @@ class GroupBook:
 
     def overdue(self, seconds: float) -> list[tuple[str, int, int]]:
         """(group, index, attempt) of rollouts that have been playing for longer than `seconds`."""
-        now = time.monotonic()
+        now = self._clock()
         return [
             (group.group_id, slot.index, slot.attempt)
             for group in self.groups.values()
@@ -128,6 +114,8 @@ class GroupBook:
     def close(self, group_id: str) -> None:
         """Forgets a group that is finished with."""
         self.groups.pop(group_id, None)
+        if any(waiting.group_id == group_id for waiting in self._queue):
+            self._queue = deque(waiting for waiting in self._queue if waiting.group_id != group_id)
 
     def oldest_running(self) -> Mapping[str, Any] | None:
         """The rollout that has been playing longest, for status lines."""
@@ -140,7 +128,16 @@ class GroupBook:
         if not playing:
             return None
         started, group_id, index = min(playing)
-        return {"rollout_id": f"{group_id}-{index}", "seconds": time.monotonic() - started}
+        return {"rollout_id": f"{group_id}-{index}", "seconds": self._clock() - started}
+
+    def ages(self) -> list[float]:
+        """Seconds since each of the plan's own groups was opened."""
+        now = self._clock()
+        return [now - group.opened_at for group in self.groups.values() if not group.outside]
+
+    def unfinished(self) -> int:
+        """Rollouts of the plan's own groups that play or wait to be played."""
+        return sum(slot.outcome is None for group in self.groups.values() if not group.outside for slot in group.slots)
 
     def running(self) -> int:
         """Rollouts that workers are playing."""

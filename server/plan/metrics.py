@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from palestra.server.store.types import SessionOutcome
-from palestra.server.types import Turn
+from palestra.server.types import TrajectoryGroup, Turn
 
 
 class RolloutMetrics:
     """Sums since the last `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lengths: dict[str, list[int]] = {}
+        """Row lengths of the groups that lie in the buffer, as far as this process put them there."""
         self._clear()
 
     def _clear(self) -> None:
@@ -25,7 +28,10 @@ class RolloutMetrics:
         self._groups = 0
         self._tokens = 0
         self._turns = 0
-        self._since = time.monotonic()
+        self._stale: Counter[str] = Counter()
+        self._masked: Counter[str] = Counter()
+        self._waits: defaultdict[str, float] = defaultdict(float)
+        self._since = self._clock()
 
     def add_turn(self, turn: Turn) -> None:
         """One recorded model call. Forks are counted by their reason."""
@@ -49,10 +55,35 @@ class RolloutMetrics:
             for name, value in outcome.components.items():
                 self._parts[name].append(value)
 
+    def keep_lengths(self, group: TrajectoryGroup) -> None:
+        """A group went into the buffer."""
+        self._lengths[group.group_id] = [len(row.token_ids) for row in group.samples]
+
+    def forget_lengths(self, group_ids: Iterable[str]) -> None:
+        """Groups left it."""
+        for group_id in group_ids:
+            self._lengths.pop(group_id, None)
+
+    def add_stale(self, group_ids: Sequence[str]) -> None:
+        """Groups were dropped for their age; rows are counted by their length, since long ones are dropped more often."""
+        self._drops["stale"] += len(group_ids)
+        for group_id in group_ids:
+            for length in self._lengths.pop(group_id, ()):
+                self._stale[bucket_of(length)] += 1
+
+    def add_masked(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """(length of a row, tokens of it that were masked for their age) per row."""
+        for length, tokens in lengths:
+            self._masked[bucket_of(length)] += tokens
+
+    def add_wait(self, who: str, seconds: float) -> None:
+        """Somebody waited: `trainer_for_groups`, `workers_for_room`, `workers_for_weights`."""
+        self._waits[who] += seconds
+
     def take(self) -> dict[str, float]:
         """Means and counts under `area/name/stat`, then starts again. Every complete group counts, dropped ones included: the mean reward
         is that of the policy, not of what was kept."""
-        now = time.monotonic()
+        now = self._clock()
         out: dict[str, float] = {
             "rollout/groups/count": float(self._groups),
             "rollout/turns/count": float(self._turns),
@@ -71,5 +102,20 @@ class RolloutMetrics:
             out[f"rollout/dropped_{name}/count"] = float(count)
         for name, count in self._events.items():
             out[f"gateway/{name}/count"] = float(count)
+        for name, count in self._stale.items():
+            out[f"staleness/dropped_rows_{name}/count"] = float(count)
+        for name, count in self._masked.items():
+            out[f"staleness/masked_tokens_{name}/count"] = float(count)
+        for name, seconds in self._waits.items():
+            out[f"wait/{name}/s"] = seconds
         self._clear()
         return out
+
+
+LENGTHS = (512, 2048, 8192, 32768)
+"""Upper bounds of the buckets in which rows are counted, tokens."""
+
+
+def bucket_of(length: int) -> str:
+    """The name of the bucket that a row of so many tokens falls into."""
+    return next((f"to_{bound}" for bound in LENGTHS if length <= bound), f"over_{LENGTHS[-1]}")

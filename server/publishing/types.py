@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from palestra.server.gate import Gate
 from palestra.server.signal import Signal
 from palestra.server.workers.types import EngineKind, Fleet
 
@@ -63,7 +63,7 @@ class Engines(Protocol):
         """The workers."""
 
     @property
-    def gate(self) -> asyncio.Event:
+    def gate(self) -> Gate:
         """Cleared: no request goes to an engine."""
 
     @property
