@@ -50,7 +50,7 @@ class PythonAgent:
             AgentError: there is no such module, file or name; it cannot be called like this; or it fails while it is imported.
         """
         self.entry = entry
-        self._function = _callable(entry, _load(entry))
+        self._function = _callable(entry, load_entry(entry))
         self._words = _words(entry, self._function)
         self._is_async = inspect.iscoroutinefunction(self._function)
 
@@ -95,37 +95,41 @@ def outcome_of(value: Any, entry: str) -> Outcome:
     )
 
 
-def _load(entry: str) -> Any:
-    """What `entry` names."""
+def load_entry(entry: str, what: str = "agent entry") -> Any:
+    """What `entry` names: "package.module:name", or "folder/file.py:name" from the current folder. `what` names it in messages.
+
+    Raises:
+        AgentError: there is no such thing, or importing it failed.
+    """
     where, colon, name = entry.rpartition(":")
     if not colon or not where or not name:
-        raise AgentError(f"agent entry {entry!r}: {FORM}")
+        raise AgentError(f"{what} {entry!r}: {FORM}")
     is_file = where.endswith(".py") or "/" in where
     try:
-        module = _load_file(Path(where), entry) if is_file else importlib.import_module(where)
+        module = _load_file(Path(where), entry, what) if is_file else importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{where}.".startswith(f"{error.name}."):
-            raise AgentError(f"agent entry {entry!r}: there is no module {error.name!r}; {FORM}") from error
-        raise AgentError(f"agent entry {entry!r}: it imports {error.name!r}, which is not installed") from error
+            raise AgentError(f"{what} {entry!r}: there is no module {error.name!r}; {FORM}") from error
+        raise AgentError(f"{what} {entry!r}: it imports {error.name!r}, which is not installed") from error
     except AgentError:
         raise
     except Exception as error:
-        raise AgentError(f"agent entry {entry!r}: importing it failed: {type(error).__name__}: {error}") from error
+        raise AgentError(f"{what} {entry!r}: importing it failed: {type(error).__name__}: {error}") from error
     try:
         return getattr(module, name)
     except AttributeError:
         public = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))[:20])
-        raise AgentError(f"agent entry {entry!r}: {where} has no {name!r}; it has {public or 'nothing'}") from None
+        raise AgentError(f"{what} {entry!r}: {where} has no {name!r}; it has {public or 'nothing'}") from None
 
 
-def _load_file(path: Path, entry: str) -> ModuleType:
+def _load_file(path: Path, entry: str, what: str) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise AgentError(f"agent entry {entry!r}: {path} is no file; {FORM}")
+        raise AgentError(f"{what} {entry!r}: {path} is no file; {FORM}")
     name = f"palestra_entry_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise AgentError(f"agent entry {entry!r}: {path} is no Python file")
+        raise AgentError(f"{what} {entry!r}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # a script finds the modules beside it, and so does this file

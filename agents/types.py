@@ -97,6 +97,8 @@ class GroupAssignment:
     """Seeds the environment; equal for all rollouts of the group."""
     indices: tuple[int, ...] = ()
     """The rollouts to play, where it is not the whole group: those that a fault ended are played again alone."""
+    replay: bool = False
+    """They were under way before: their sessions are opened again and give the recorded replies again, as far as those go."""
 
     @property
     def rollouts(self) -> tuple[int, ...]:

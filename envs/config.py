@@ -38,7 +38,7 @@ class EnvConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     tasks: str | None = None
-    """A JSONL file of tasks ({"prompt", "answer", "id", "meta"} a line). None: the environment's own tasks."""
+    """A JSONL or Parquet file of tasks ({"prompt", "answer", "id", "meta"} a line or row). None: the environment's own tasks."""
     order: str = Field("shuffle", pattern="^(shuffle|sequential)$")
     """How tasks are drawn: a seeded shuffle per epoch, or as they lie."""
     concurrency: int = Field(64, ge=1)

@@ -15,7 +15,8 @@ from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
 
 from palestra.envs import plugins
 from palestra.envs.spaces import Observation
-from palestra.envs.tasks import TaskSource, read_tasks
+from palestra.envs.tasks import TaskSource
+from palestra.envs.tasksources import read_any_tasks
 from palestra.envs.types import EnvError, Message, Task
 
 C = TypeVar("C", bound=type)
@@ -113,7 +114,7 @@ def open_tasks(env_id: str, args: Mapping[str, Any] | None = None, path: str | N
         TaskError: the file is broken. EnvError: the environment cannot be made, or has no tasks.
     """
     if path is not None:
-        return read_tasks(path)
+        return read_any_tasks(path)
     env = make_env(env_id, args)
     try:
         tasks = env.unwrapped.tasks  # type: ignore[attr-defined]  # a MessageEnv, or the error below

@@ -15,15 +15,15 @@ import httpx2 as httpx
 import numpy as np
 import orjson
 
-from palestra.agents.types import AgentError, GroupAssignment, SessionHandle
-from palestra.envs.tasks import task_from_json
-from palestra.envs.types import Episode, Message, Task
+from palestra.agents.types import SessionHandle
+from palestra.envs.types import Message
 from palestra.server.buffer.codec import decode_group, split_blobs
 from palestra.server.publish_client import PublishCalls
 from palestra.server.store.jsonbytes import dumps
-from palestra.server.store.types import SessionOutcome, outcome_of
+from palestra.server.store.types import SessionOutcome
 from palestra.server.transcripts import trajectory_of
 from palestra.server.types import LeaseLost, RenderedRow, ServerError, Trajectory, TrajectoryGroup
+from palestra.server.work_client import WorkCalls, handle_of
 
 
 class ServiceError(ServerError):
@@ -34,7 +34,7 @@ class ServiceError(ServerError):
         self.status, self.code = status, code
 
 
-class ServiceClient(PublishCalls):
+class ServiceClient(PublishCalls, WorkCalls):
     """Talks to one rollout service with its admin token."""
 
     def __init__(self, url: str, admin_token: str, *, timeout_s: float = 120.0, retry_s: float = 20.0) -> None:
@@ -177,7 +177,7 @@ class ServiceClient(PublishCalls):
             "limits": limits,
             **({} if forced is None else {"forced": [list(ids) for ids in forced]}),
         }
-        return _handle_of(self._json("POST", "/v1/sessions", body, retry=False))
+        return handle_of(self._json("POST", "/v1/sessions", body, retry=False))
 
     def reward(
         self,
@@ -194,7 +194,7 @@ class ServiceClient(PublishCalls):
     def close_with(self, handle: SessionHandle, outcome: SessionOutcome | None = None) -> float | None:
         """Ends a session, with an outcome or with the rewards that were posted; can be repeated. Returns the reward that counts; None for
         unknown, or where it had ended before."""
-        body = {"attempt": handle.attempt, "outcome": outcome}
+        body = {"attempt": handle.attempt, "api_key": handle.api_key, "outcome": outcome}
         value = self._json("POST", f"/v1/sessions/{handle.rollout_id}/close", body)["reward"]
         return None if value is None else float(value)
 
@@ -219,68 +219,6 @@ class ServiceClient(PublishCalls):
     def thaw(self) -> None:
         """Lets them go on."""
         self._json("POST", "/admin/thaw")
-
-    # -- what an environment worker calls
-
-    def register_worker(self, tasks: int) -> None:
-        """Says how many tasks this worker's environment has."""
-        self._json("POST", "/admin/worker", {"tasks": tasks})
-
-    def work(self, wait_s: float) -> GroupAssignment | None:
-        """The next assignment, or None where none came within `wait_s`. Never repeated: an answer that is lost is an assignment that the
-        service believes to be playing, which its own deadline finds."""
-        value = self._json("POST", "/admin/work", {"wait_s": wait_s}, retry=False)
-        if value is None:
-            return None
-        task: Task | int = value["task"] if isinstance(value["task"], int) else task_from_json(value["task"])
-        return GroupAssignment(
-            group_id=value["group_id"],
-            group_size=value["group_size"],
-            attempt=value["attempt"],
-            task=task,
-            seed=value["seed"],
-            indices=tuple(value["indices"]),
-        )
-
-    def open_session(
-        self, assignment: GroupAssignment, index: int, task_id: str, *, sampling: str | None = None
-    ) -> SessionHandle:
-        """Opens the session of rollout `index`; `sampling`: what it makes of an agent's own wishes, see `SessionLimits`.
-
-        Raises:
-            AgentError: the service refused it or is gone.
-        """
-        body = {
-            "rollout_id": f"{assignment.group_id}-{index}",
-            "attempt": assignment.attempt,
-            "group_id": assignment.group_id,
-            "task_id": task_id,
-            "index": index,
-            "sampling": sampling,
-        }
-        try:
-            value = self._json("POST", "/v1/sessions", body, retry=False)
-        except ServiceError as error:
-            raise AgentError(str(error)) from error
-        return _handle_of(value)
-
-    def close_session(self, handle: SessionHandle, episode: Episode) -> None:
-        """Ends a session with its episode; can be repeated.
-
-        Raises:
-            AgentError: the service is gone.
-        """
-        body = {"attempt": handle.attempt, "outcome": outcome_of(episode), "infra_if_faulted": True}
-        try:
-            self._json("POST", f"/v1/sessions/{handle.rollout_id}/close", body)
-        except ServiceError as error:
-            raise AgentError(str(error)) from error
-
-
-def _handle_of(value: Mapping[str, Any]) -> SessionHandle:
-    return SessionHandle(
-        value["rollout_id"], value["attempt"], value["base_url"], value["api_key"], value["session_url"]
-    )
 
 
 def _error_of(status: int, raw: bytes, call: str) -> ServiceError:

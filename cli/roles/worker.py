@@ -1,109 +1,128 @@
-"""The environment worker role: user code. It takes assignments from the service and plays them, a thread per episode.
+"""The environment worker role: user code. It plays what the service hands out: groups as the run's plan says, or all by the run's function.
 
 It reaches the model by the gateway's URL only. It waits for work with bounded long polls, and ends when the service is gone.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from palestra.agents.chat import close_client
-from palestra.agents.group import EpisodeThreads, Players, run_group
+from palestra.agents.group import Players
+from palestra.agents.plans.driver import PlanDriver
+from palestra.agents.plans.function import FunctionRunner, arguments
+from palestra.agents.plans.loading import load_function, load_plan
 from palestra.agents.players import player_of
-from palestra.agents.types import GroupAssignment, SessionHandle
+from palestra.cli.config import RunConfig
 from palestra.cli.roles.context import RoleContext, on_stop
+from palestra.cli.roles.plays.groups import GroupWorker
+from palestra.cli.roles.plays.service import WorkerService
 from palestra.envs import boxes
 from palestra.envs.registry import make_env, open_tasks
-from palestra.envs.types import Episode, Message
-from palestra.server.client import ServiceClient, ServiceError
+from palestra.envs.tasks import TaskSource
+from palestra.envs.tasksources import read_any_tasks
+from palestra.server.client import ServiceClient
 from palestra.server.health import HealthListener
 
-logger = logging.getLogger(__name__)
-PATIENCE_S = 20.0
-"""How long the service may be unreachable before the worker gives up."""
+HISTORY = "history.jsonl"
+"""In the run's folder: what came of each task, of a plan that remembers it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sessions:
-    """The service as a `SessionHost`, with the run's rule about sampling."""
-
-    client: ServiceClient
-    sampling: str
-
-    def open_session(self, assignment: GroupAssignment, index: int, task_id: str) -> SessionHandle:
-        """See `ServiceClient.open_session`."""
-        return self.client.open_session(assignment, index, task_id, sampling=self.sampling)
-
-    def close_session(self, handle: SessionHandle, episode: Episode) -> None:
-        """See `ServiceClient.close_session`."""
-        self.client.close_session(handle, episode)
-
-    def conversation(self, handle: SessionHandle) -> Sequence[Sequence[Message]]:
-        """See `ServiceClient.conversation`."""
-        return self.client.conversation(handle)
-
-
-class Worker:
-    """Plays assignments until it is told to stop."""
-
-    def __init__(self, context: RoleContext, client: ServiceClient) -> None:
-        self.context, self.client = context, client
-        self.config = context.config
-        self.threads = EpisodeThreads(self.config.env.concurrency)
-        self.sessions = Sessions(client, self.config.agent.sampling)
-        point_at(client.url)
-        env = self.config.env
-        player = player_of(self.config.agent, self.config.algo.sampling(), context.folder / "workspaces")
-        self.players = Players(lambda: make_env(env.id, env.args), player)
-        self.stopping = threading.Event()
-        self._groups: set[threading.Thread] = set()
-        self._groups_at_once = max(1, -(-self.config.env.concurrency // self.config.algo.group_size))
+class Worker(Protocol):
+    """Plays until it is told to stop."""
 
     def register(self) -> None:
-        """Tells the service how many tasks there are, unless the service read them from a file itself."""
-        if self.config.env.tasks is None:
-            self.client.register_worker(len(open_tasks(self.config.env.id, self.config.env.args)))
+        """Tells the service what it has."""
 
     def run(self) -> None:
-        """Takes work while there is room for another group.
-
-        Raises:
-            ServiceError: the service was gone for longer than PATIENCE_S.
-        """
-        last_answer = time.monotonic()
-        while not self.stopping.is_set():
-            self._groups = {thread for thread in self._groups if thread.is_alive()}
-            if len(self._groups) >= self._groups_at_once:
-                next(iter(self._groups)).join(0.05)
-                continue
-            try:
-                assignment = self.client.work(wait_s=2.0)
-                last_answer = time.monotonic()
-            except ServiceError as error:
-                if error.status == 0 and time.monotonic() - last_answer < PATIENCE_S:
-                    self.stopping.wait(0.5)
-                    continue
-                raise
-            if assignment is not None:
-                self._play(assignment)
+        """Plays."""
 
     def status(self) -> dict[str, object]:
         """For /health."""
-        return {"status": "ok", "groups": len(self._groups)}
 
-    def _play(self, assignment: GroupAssignment) -> None:
-        thread = threading.Thread(target=self._play_group, args=(assignment,), daemon=True, name=assignment.group_id)
-        self._groups.add(thread)
-        thread.start()
 
-    def _play_group(self, assignment: GroupAssignment) -> None:
-        run_group(assignment, self.players, self.sessions, self.config.algo.limits(), self.threads)
+class FunctionWorker:
+    """Has all rollouts made by `rollout.function`."""
+
+    def __init__(self, config: RunConfig, service: WorkerService, stopping: threading.Event) -> None:
+        self.service, self.stopping = service, stopping
+        self.source = tasks_of(config)
+        self.runner = function_runner(config, self.source, service.client.url)
+
+    def register(self) -> None:
+        """Tells the service how many tasks there are. What a function plays it never plays twice alike, whatever its environment does."""
+        self.service.client.register_worker(len(self.source))
+
+    def run(self) -> None:
+        """Calls the function as often as there is something to be played.
+
+        Raises:
+            ServiceError: the service was gone for too long.
+            Exception: whatever the function raised.
+        """
+        self.runner.train(self.service, self.service.ask, self.stopping)
+
+    def status(self) -> dict[str, object]:
+        """For /health."""
+        return {"status": "ok", "calls": self.runner.calls}
+
+
+def function_runner(config: RunConfig, source: TaskSource, url: str) -> FunctionRunner:
+    """The runner of a run's `rollout.function`, for a service at `url`.
+
+    Raises:
+        PlanError: the function cannot be loaded.
+    """
+    assert config.rollout.function is not None, "asked for only where there is one"
+    env = config.env
+    return FunctionRunner(
+        load_function(config.rollout.function),
+        arguments(config.algo, env, f"{url}/v1"),
+        lambda: make_env(env.id, env.args),
+        source,
+        request_timeout_s=config.agent.request_timeout_s,
+        deadline_s=config.schedule.deadline_s,
+    )
+
+
+def tasks_of(config: RunConfig) -> TaskSource:
+    """The tasks of the run's file, or the environment's own.
+
+    Raises:
+        TaskError: the file is broken.
+        EnvError: the environment has none.
+    """
+    return open_tasks(config.env.id, config.env.args) if config.env.tasks is None else read_any_tasks(config.env.tasks)
+
+
+def group_worker(config: RunConfig, service: WorkerService, folder: Path, stopping: threading.Event) -> GroupWorker:
+    """A worker that plays groups as the run's plan says.
+
+    Raises:
+        PlanError: the plan cannot be loaded, or gives no tasks.
+        AgentError: the agent cannot be loaded.
+    """
+    env = config.env
+    driver = PlanDriver(load_plan(config.rollout.plan, folder / HISTORY), lambda: tasks_of(config))
+    player = player_of(config.agent, config.algo.sampling(), folder / "workspaces")
+    made: Any = make_env(env.id, env.args)
+    # An agent that plays by itself may do other things the second time, whatever its environment promises.
+    deterministic = config.agent.kind == "chat" and bool(made.unwrapped.deterministic)
+    made.close()
+    return GroupWorker(
+        service,
+        driver,
+        Players(lambda: make_env(env.id, env.args), player),
+        config.algo.limits(),
+        group_size=config.algo.group_size,
+        concurrency=env.concurrency,
+        deterministic=deterministic,
+        stopping=stopping,
+    )
 
 
 def point_at(url: str) -> None:
@@ -116,10 +135,18 @@ def point_at(url: str) -> None:
 
 def main(context: RoleContext) -> int:
     """Plays until SIGTERM."""
-    boxes.configure(context.config.sandbox)
+    config = context.config
+    boxes.configure(config.sandbox)
     client = ServiceClient(context.peer("service"), context.token)
-    worker = Worker(context, client)
-    on_stop(worker.stopping.set)
+    point_at(client.url)
+    stopping = threading.Event()
+    service = WorkerService(client, config.agent.sampling, stopping.wait)
+    worker: Worker
+    if config.rollout.function is not None:
+        worker = FunctionWorker(config, service, stopping)
+    else:
+        worker = group_worker(config, service, context.folder, stopping)
+    on_stop(stopping.set)
     worker.register()
     with HealthListener(worker.status) as listener:
         context.announce(listener.url)
