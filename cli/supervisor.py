@@ -16,12 +16,13 @@ from types import FrameType
 from typing import ClassVar
 
 from palestra.cli.config import AnyConfig, RunConfig
+from palestra.cli.evaluation.watch import EvalWatch
 from palestra.cli.launch.types import Launcher, LaunchError, RoleProcess, RoleSpec
 from palestra.cli.progress import Progress
 from palestra.cli.status import get, role_status, role_url
 
 POLL_S = 0.25
-STOP_S = {"worker": 5.0, "service": 15.0, "engine": 20.0}
+STOP_S = {"worker": 5.0, "service": 15.0, "engine": 20.0, "evaluator": 10.0}
 """How long a role may take to end by itself, seconds; an engine on a GPU lets go of its memory in order. A trainer that still runs when the
 others end is not waited for: what it acknowledged is on the disk."""
 
@@ -98,6 +99,9 @@ class Crew(ABC):
         env = {
             # Threads that spin while they wait starve the neighbour on the same cores.
             "OMP_WAIT_POLICY": "PASSIVE",
+            # Megabytes of rows come and go: without these their pages are given back and faulted in again, a third of a claim's CPU time.
+            "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+            "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "TORCHDYNAMO_DISABLE": "1",
@@ -155,7 +159,9 @@ def how_it_ended(status: int) -> str:
 
 
 class Supervisor(Crew):
-    """A training run's processes: any of them that ends by a fault ends the run, which can be resumed."""
+    """A training run's processes: any of them that ends by a fault ends the run, which can be resumed; but for the evaluator, which no
+    training needs.
+    """
 
     order = ("engine", "service", "worker", "trainer")
 
@@ -163,19 +169,28 @@ class Supervisor(Crew):
         super().__init__(folder, config, launcher, progress)
         self.threads["trainer"] = config.train.threads
         self.deadline_s = config.schedule.deadline_s
+        self.evals: EvalWatch | None = None
+        if config.eval is not None:
+            label = config.eval.label(config.env.id)
+            self.evals = EvalWatch(folder, config.eval, label, self._launch_evaluator, progress.say)
 
     def watch(self) -> int:
-        """See `Crew.watch`: until the trainer ends, or the second interrupt."""
+        """See `Crew.watch`: until the trainer and the evaluations that it asked for end, or the second interrupt."""
         trainer = self.roles["trainer"]
         asked = False
         last_status = 0.0
+        if self.evals is not None:
+            self.evals.start()
         while True:
-            for name, role in self.roles.items():
-                if (status := role.poll()) is not None and (name != "trainer" or status != 0):
-                    raise self.failed(name, status)
+            self._check_roles()
             self.progress.update()
+            if self.evals is not None:
+                self.evals.look()
             if trainer.poll() == 0:
-                return 130 if asked else 0
+                if asked or self.evals is None or self.evals.over():
+                    return 130 if asked else 0
+                if self.interrupts:
+                    return 130
             if self.interrupts and not asked:
                 asked = True
                 self.wake.clear()
@@ -189,7 +204,24 @@ class Supervisor(Crew):
                 self.progress.waits(self._doing())
             self.wake.wait(POLL_S)
 
+    def _check_roles(self) -> None:
+        """Raises:
+        LaunchError: a role ended by a fault while the trainer needs it.
+        """
+        if self.roles["trainer"].poll() == 0:
+            return
+        for name, role in self.roles.items():
+            if (status := role.poll()) is not None and (name != "trainer" or status != 0):
+                raise self.failed(name, status)
+
+    def _launch_evaluator(self) -> RoleProcess:
+        """Kept apart from the other roles: its end ends nothing."""
+        self.launch("evaluator")
+        return self.roles.pop("evaluator")
+
     def _doing(self) -> str:
+        if self.evals is not None and self.roles["trainer"].poll() == 0:
+            return self.evals.waits()
         said = []
         for name in ("trainer", "service"):
             if (url := role_url(self.folder, name)) is not None:
@@ -199,3 +231,9 @@ class Supervisor(Crew):
     def advice(self, name: str) -> str:
         """See `Crew.advice`."""
         return "Nothing that was acknowledged is lost: go on with --resume."
+
+    def _stop_all(self) -> None:
+        """The evaluator first: it calls the others."""
+        if self.evals is not None and (role := self.evals.role) is not None:
+            role.kill() if self.interrupts > 1 else role.stop(STOP_S["evaluator"])
+        super()._stop_all()

@@ -20,8 +20,12 @@ from palestra.cli.progress import Progress, summary
 from palestra.cli.runfolder import prepare, resolve_model
 from palestra.cli.supervisor import Supervisor
 from palestra.envs.registry import find_spec
-from palestra.envs.tasks import read_tasks
+from palestra.envs.tasksources import read_any_tasks
 from palestra.envs.types import EnvError, TaskError
+from palestra.server.evaluating.desk import EvalDesk
+from palestra.server.evaluating.settling import settle
+from palestra.server.evaluating.types import EvaluatingError
+from palestra.trainer.checkpoints import Checkpoints
 from palestra.trainer.megatron.passthrough import check_passthrough
 from palestra.trainer.types import TrainerError
 
@@ -41,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(options.config, overrides)
         check_inputs(config)
         folder = prepare(config, resolve_model(config.model, console), options.resume)
-    except (ConfigError, EnvError, TaskError) as error:
+        if options.resume:
+            settle_evaluations(folder, console)
+    except (ConfigError, EnvError, TaskError, EvaluatingError) as error:
         print(f"palestra train: {error}", file=sys.stderr)
         return 2
     return run(folder, config, console)
@@ -60,6 +66,19 @@ def run(folder: Path, config: RunConfig, console: Console) -> int:
     if status == 0:
         console.print(what_next(folder, config), highlight=False)
     return status
+
+
+def settle_evaluations(folder: Path, console: Console) -> None:
+    """Says which evaluations a resumed run cannot keep, or go on with.
+
+    Raises:
+        EvaluatingError: the disk refused.
+    """
+    newest = Checkpoints(folder / "checkpoints").latest()
+    for done in settle(EvalDesk(folder), -1 if newest is None else newest.meta.train_step):
+        console.print(
+            f"evaluation of step {done.step} (version {done.version}) is void: {done.reason}", highlight=False
+        )
 
 
 def what_next(folder: Path, config: RunConfig) -> str:
@@ -81,7 +100,11 @@ def check_inputs(config: RunConfig) -> None:
     """
     find_spec(config.env.id)
     if config.env.tasks is not None:
-        read_tasks(config.env.tasks)
+        read_any_tasks(config.env.tasks)
+    if config.eval is not None:
+        find_spec(config.eval.env_id(config.env.id))
+        if config.eval.tasks is not None:
+            read_any_tasks(config.eval.tasks)
     if config.sft is not None and not Path(config.sft.data).is_file():
         raise ConfigError(f"sft.data: {config.sft.data} is no file")
     window = min(config.algo.max_context or config.rollout.context_len, config.rollout.context_len)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palestra.server.buffer.reader import BufferReader
-from palestra.server.buffer.schema import buffer_path
+from palestra.server.buffer.opening import has_buffer, open_buffer_reader
 from palestra.server.buffer.types import GroupEntry
 from palestra.server.store.reader import StoreReader
-from palestra.server.store.types import SessionState, StoredSession
+from palestra.server.store.types import SessionRecord, SessionState, StoredSession
 from palestra.server.types import GroupState
 
 UNDELIVERED = "undelivered"
@@ -25,6 +24,8 @@ RUN_END = "run_end"
 INFRA = "infra"
 UNSCORED = "unscored"
 LEFT_OUT = "left_out"
+EVALUATION = "evaluation"
+"""Reason of all that evaluation sampled; also `purpose` in the meta of its sessions, as their opener gave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Ledger:
     masked: Mapping[str, int]
     """By reason: the source that the token has in its row."""
     discarded: Mapping[str, int]
-    """By reason: undelivered, a group's or a session's reason, infra and unscored (closed without a reward), left_out
+    """By reason: undelivered, evaluation, a group's or a session's reason, infra and unscored (closed without a reward), left_out
     (scored, but without rows in its group), run_end."""
     pending: int
     """Of open sessions, incomplete groups, and groups that wait in the buffer."""
@@ -135,7 +136,9 @@ class _Book:
     def add_session(self, session: StoredSession, group: GroupEntry | None) -> None:
         """A session none of whose tokens is in a row."""
         tokens = session.sampled_tokens - session.undelivered_tokens
-        if session.state == SessionState.DISCARDED:
+        if is_evaluation(session.record):
+            self.discarded[EVALUATION] += tokens  # at once: nothing of it can ever be trained
+        elif session.state == SessionState.DISCARDED:
             self.discarded[session.discard_reason or "discarded"] += tokens
         elif session.state == SessionState.OPEN or session.outcome is None:
             self.pending += tokens
@@ -148,10 +151,16 @@ class _Book:
             self.pending += tokens
 
 
+def is_evaluation(record: SessionRecord) -> bool:
+    """Whether a session was opened for an evaluation, and says so."""
+    meta = record.meta.get("meta")
+    return isinstance(meta, Mapping) and meta.get("purpose") == EVALUATION
+
+
 def _entries(store_folder: Path) -> tuple[GroupEntry, ...]:
-    if not buffer_path(store_folder).is_file():
+    if not has_buffer(store_folder):
         return ()
-    reader = BufferReader(store_folder)
+    reader = open_buffer_reader(store_folder)
     try:
         return reader.entries()
     finally:

@@ -486,7 +486,7 @@ def test_sessions_of_a_service_are_played_and_kept_there(tmp_path: Path, capsys:
         )
         assert all(0 < row.usage.completion_tokens <= 16 * row.turns and row.usage.told == row.turns for row in rows)
         assert {heard.params["temperature"] for heard in stage.engine.heard} == {0.7}
-        assert stage.live.service.status()["groups"]["ready"] == 0, "nothing for a trainer"
+        assert stage.live.run(stage.live.service.status())["groups"]["ready"] == 0, "nothing for a trainer"
         assert main([*base, "--out", str(tmp_path / "b"), "--agent", "tests.test_eval_run:play_agent"]) == 0
         assert all(row.turns >= 1 and row.messages[-1]["role"] == "assistant" for row in read_rows(tmp_path / "b"))
     capsys.readouterr()

@@ -101,7 +101,7 @@ class Evaluation:
         self.draining = threading.Event()
         """Set: nothing new is begun."""
         self.leaving = threading.Event()
-        """Set: nothing is waited for any more."""
+        """Set: nothing is waited for any more, and what ends from here on stays owed."""
         self.fault: str | None = None
         """Why it cannot go on; None where it can."""
 
@@ -210,9 +210,9 @@ class Evaluation:
                 self._changed.notify_all()
 
     def _record(self, key: Key, episode: Episode, usage: Usage) -> None:
-        """Writes the episode's row, unless it has one of this process or was never begun."""
+        """Writes the episode's row, unless it has one of this process, was never begun, or ended only because nobody waits for it."""
         with self._changed:
-            if key in self._tally.done or key in self._tally.skipped:
+            if key in self._tally.done or key in self._tally.skipped or self.leaving.is_set():
                 return
             self._tally.done.add(key)
             self._tally.running.discard(key)

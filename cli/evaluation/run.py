@@ -106,15 +106,15 @@ def _host(options: argparse.Namespace, spec: EvalSpec, meter: Meter) -> Iterator
     """Where sessions are opened. Agents that play by themselves find its URL where their clients look for any other."""
     chat = spec.agent.get("kind") == "chat"
     if spec.service:
-        from palestra.cli.evaluation.served import ServedHost
+        from palestra.cli.evaluation.served import ServedHost, served
 
-        served = ServedHost(Path(spec.service), spec)
+        client, url = served(Path(spec.service))
         try:
             if not chat:
-                _point_at(served.url.removesuffix("/v1"))
-            yield served
+                _point_at(url.removesuffix("/v1"))
+            yield ServedHost(client, spec)
         finally:
-            served.close()
+            client.close()
         return
     key = os.environ.get(options.api_key_env) or "none"
     if chat:
