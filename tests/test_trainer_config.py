@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from palestra.trainer import config as sections
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
+from palestra.trainer.settings import TrainerSettings
+from palestra.trainer.step import loss_of
 
 OWN_SECTIONS = (TrainConfig, OptimConfig, AlgoConfig, WeightsConfig, SftConfig)
 
@@ -22,7 +24,13 @@ OWN_SECTIONS = (TrainConfig, OptimConfig, AlgoConfig, WeightsConfig, SftConfig)
         (OptimConfig, {"schedule": "cosine"}, "not built: optim.schedule = 'cosine'"),
         (OptimConfig, {"betas": [0.9, 1.0]}, "must lie in"),
         (AlgoConfig, {"estimator": "ppo"}, "not built: algo.estimator = 'ppo'; use 'grpo'"),
-        (AlgoConfig, {"top_p": 0.9, "ratio_correction": "tis"}, "not built: algo.ratio_correction, algo.top_p"),
+        (AlgoConfig, {"top_p": 0.9, "min_p": 0.1}, "not built: algo.min_p, algo.top_p"),
+        (AlgoConfig, {"ratio_correction": "sequence"}, "'none', 'tis', 'mask' or 'seq_mask'"),
+        (AlgoConfig, {"ratio_correction": "none", "ratio_clip": 3.0}, "algo.ratio_clip has no effect"),
+        (AlgoConfig, {"ratio_correction": "tis", "sequence_clip": 1.2}, "algo.sequence_clip needs"),
+        (AlgoConfig, {"ratio_clip": 1.0}, "greater than 1"),
+        (AlgoConfig, {"age_decay": 0.0}, "greater than 0"),
+        (AlgoConfig, {"age_decay": 1.5}, "less than or equal to 1"),
         (WeightsConfig, {"transport": "nccl"}, "not built: weights.transport = 'nccl'; use 'disk' or 'tensor'"),
         (WeightsConfig, {"mode": "delta", "transport": "tensor"}, "needs weights.transport"),
         (WeightsConfig, {"t0_s": 1.0}, "not built: weights.t0_s"),
@@ -38,6 +46,17 @@ def test_refusals(section: type[TrainConfig], data: dict[str, object], told: str
 def test_groups_fields_are_inherited() -> None:
     algo = AlgoConfig.model_validate({"groups_per_step": 3, "group_size": 5, "kl_coef": 0.1})
     assert (algo.groups_per_step, algo.group_size, algo.kl_coef) == (3, 5, 0.1)
+
+
+def test_the_correction_follows_the_schedule_where_nobody_said_one() -> None:
+    for off_policy, kind in ((True, "tis"), (False, None)):
+        loss = loss_of(TrainerSettings(Path("m"), 1, off_policy=off_policy))
+        assert (loss.correction and loss.correction.kind) == kind
+    for said in ("none", "tis", "mask", "seq_mask"):
+        algo = AlgoConfig.model_validate({"ratio_correction": said, "clip_high": 0.3})
+        for off_policy in (True, False):
+            loss = loss_of(TrainerSettings(Path("m"), 1, algo, off_policy=off_policy))
+            assert (loss.correction.kind if loss.correction else "none", loss.clip_high) == (said, 0.3)
 
 
 @pytest.mark.parametrize("section", OWN_SECTIONS)

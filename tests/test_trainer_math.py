@@ -221,7 +221,7 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient() -> None:
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -batch["weights"] * batch["advantages"])
     assert float(sums["ratio"]) == float(sums["tokens"])
-    assert float(sums["kl_old"]) == float(sums["clipped"]) == float(sums["max_abs_dlogp"]) == 0
+    assert float(sums["kl_rollout"]) == float(sums["clipped"]) == float(sums["max_abs_dlogp"]) == 0
 
 
 def test_nothing_behind_the_mask_reaches_loss_or_gradient() -> None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from palestra.trainer.durable import folder_aside, remove_unfinished
+from palestra.trainer.randomness import read_generators, write_generators
 from palestra.trainer.types import Backend, CheckpointError
 
 NAME = re.compile(r"step_(\d+)")
-META, STATE = "meta.json", "state"
+META, STATE, GENERATORS = "meta.json", "state", "generators.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Checkpoints:
             self.root.mkdir(parents=True, exist_ok=True)
             with folder_aside(target) as aside:
                 backend.save(aside / STATE)
+                write_generators(aside / GENERATORS)
                 (aside / META).write_text(json.dumps(dataclasses.asdict(meta), indent=1), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"checkpoint {target} could not be written: {error}") from error
@@ -91,7 +93,7 @@ class Checkpoints:
         return found[-1] if (found := self.all()) else None
 
     def load(self, backend: Backend, checkpoint: Checkpoint, fingerprint: str) -> None:
-        """Puts a checkpoint's state into the backend.
+        """Puts a checkpoint's state into the backend, and the random generators where they were.
 
         Raises:
             CheckpointError: it is of another model, or damaged.
@@ -99,6 +101,8 @@ class Checkpoints:
         if checkpoint.meta.fingerprint != fingerprint:
             raise CheckpointError(f"{checkpoint.path} is of another model than this run's; start a new run folder")
         backend.load(checkpoint.path / STATE)
+        if (generators := checkpoint.path / GENERATORS).is_file():  # a checkpoint without it is whole all the same
+            read_generators(generators)
 
     def _prune(self) -> None:
         remove_unfinished(self.root)

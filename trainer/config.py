@@ -121,11 +121,32 @@ class AlgoConfig(GroupsConfig):
     clip_high: float = Field(0.2, gt=0)
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer steps over which the rollouts of a batch are spread."""
+    ratio_correction: Literal["none", "tis", "mask", "seq_mask"] | None = None
+    """What is done about tokens that another policy sampled than the one they train. none: the clipped ratio is taken against the engine's
+    logprobs. The others clip it against the trainer's own logprobs before the step, and weight each token by the ratio of those to the
+    engine's: at most ratio_clip (tis); tokens whose ratio lies outside [1 / ratio_clip, ratio_clip] left out (mask); rows whose mean ratio
+    lies outside [1 / sequence_clip, sequence_clip] left out, the others as in tis (seq_mask). None: tis where the schedule lets tokens be
+    older than the weights that they train, else none."""
+    ratio_clip: float = Field(2.0, gt=1, allow_inf_nan=False)
+    """Bound of a single token's correction."""
+    sequence_clip: float = Field(1.1, gt=1, allow_inf_nan=False)
+    """Bound of the geometric mean of a row's ratios (seq_mask)."""
+    age_decay: float = Field(1.0, gt=0, le=1)
+    """A token's weight is multiplied by this for each policy version that it is older than the weights it trains; 1: age does not count."""
 
     @field_validator("estimator")
     @classmethod
     def _estimator(cls, value: str) -> str:
         return str(_only("algo.estimator", value, ("grpo",)))
+
+    @model_validator(mode="after")
+    def _clips_fit(self) -> AlgoConfig:
+        kind, given = self.ratio_correction, self.model_fields_set
+        if kind == "none" and "ratio_clip" in given and self.ratio_clip != 2.0:
+            raise ValueError("algo.ratio_clip has no effect when algo.ratio_correction is 'none'; remove it")
+        if kind != "seq_mask" and "sequence_clip" in given and self.sequence_clip != 1.1:
+            raise ValueError("algo.sequence_clip needs algo.ratio_correction = 'seq_mask'")
+        return self
 
 
 class WeightsConfig(Section):

@@ -10,22 +10,21 @@ publishes its weights again under a new version.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from palestra.server.types import LeaseLost, TrajectoryGroup
 from palestra.trainer.checkpoints import Checkpoint, Checkpoints, Meta, model_fingerprint
+from palestra.trainer.claims import Claims
+from palestra.trainer.evaluation import Evaluations
 from palestra.trainer.leases import LeaseKeeper
 from palestra.trainer.publish import Publisher, figures
 from palestra.trainer.records import MetricsFile, write_step
 from palestra.trainer.settings import TrainerSettings
 from palestra.trainer.step import StepResult, train_batch
+from palestra.trainer.timing import StepClock
 from palestra.trainer.types import Backend, RolloutService, TrainerError
 from palestra.trainer.warmstart import warm_start
-
-CLAIM_S = 2.0
-"""How long one call of `claim` waits, so that a wish to stop is seen, seconds."""
 
 
 class Trainer:
@@ -45,15 +44,16 @@ class Trainer:
         self._config, self._backend, self._service, self._run_dir, self._stop = config, backend, service, run_dir, stop
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
         self._publisher = Publisher(service, config.weights, run_dir, config.model)
+        self._claims = Claims(service, config, stop)
+        self._evaluations = Evaluations(config, run_dir)
         self._metrics = MetricsFile(run_dir)
+        self._clock = StepClock()
         self._fingerprint = model_fingerprint(config.model)
         self._step = 0
         self._published_step = 0
         self._version = 0
         self._optimizer_steps = 0
         self._newest: Checkpoint | None = None
-        self._trained: set[str] = set()
-        """Groups that the checkpoint we came from holds but that were not committed."""
 
     @property
     def step(self) -> int:
@@ -68,14 +68,21 @@ class Trainer:
         """
         if not self._start():
             return 0
+        self._clock.skip()
         while self._step < self._config.steps and not self._stop():
-            started = time.monotonic()
-            groups = self._claim()
+            if self._config.colocated:
+                self._hold()  # engines rest from the claim to the publish: it would never be done in between
+            self._say(f"waits for the groups of step {self._step + 1}")
+            with self._clock.part("claim"):
+                groups = self._claims.step(self._step + 1)
             if not groups:
                 break
-            self._one_step(groups, time.monotonic() - started)
+            self._one_step(groups)
         if self._newest is None or self._newest.meta.train_step < self._step:
             self._save(())
+        if self._published_step < self._step and not self._stop():
+            self._hold()
+            self._publish()  # the tasks were at their end before the last step
         return self._step
 
     def _start(self) -> bool:
@@ -110,14 +117,10 @@ class Trainer:
         self._checkpoints.load(self._backend, checkpoint, self._fingerprint)
         meta = checkpoint.meta
         self._step, self._optimizer_steps, self._newest = meta.train_step, meta.optimizer_steps, checkpoint
+        self._claims.settle(checkpoint)
         following = self._service.restore(
             train_step=meta.train_step, checkpoint_id=checkpoint.id, policy_version=meta.policy_version
         )
-        if meta.group_ids:
-            try:
-                self._service.commit(meta.train_step, checkpoint.id, meta.group_ids, self._config.owner)
-            except LeaseLost:
-                self._trained = set(meta.group_ids)  # they are somewhere in the queue again; see _claim
         # Versions are never used twice; 0 stays the model's own weights.
         self._version = max(1, following, meta.policy_version)
         self._publish()
@@ -125,69 +128,48 @@ class Trainer:
     def _publish(self) -> dict[str, float]:
         """Gives the engines the present weights; returns what that took, as metrics."""
         self._say(f"publishes version {self._version}")
-        started = time.monotonic()
         published = self._publisher.publish(self._backend, self._version, self._step)
         self._published_step = self._step
-        return {"time/publish_s": time.monotonic() - started, **figures(published)}
+        self._evaluations.published(self._backend.export, self._step, self._version)
+        return figures(published)
 
-    def _claim(self) -> list[TrajectoryGroup]:
-        """The groups of the next step; fewer where the tasks are exhausted, none where `stop` came first."""
-        self._say(f"waits for the groups of step {self._step + 1}")
-        wanted, deadline = self._config.algo.groups_per_step, time.monotonic() + self._config.wait_s
-        groups: list[TrajectoryGroup] = []
-        while len(groups) < wanted:
-            asked = wanted - len(groups)
-            got = self._claim_some(asked, deadline)
-            if got is None:
-                self._service.release([group.group_id for group in groups], self._config.owner)
-                return []
-            old = [group.group_id for group in got if group.group_id in self._trained]
-            if old and self._newest is not None:
-                meta = self._newest.meta
-                self._service.commit(meta.train_step, self._newest.id, old, self._config.owner)
-                self._trained.difference_update(old)
-            groups += [group for group in got if group.group_id not in old]
-            if len(got) < asked:
-                break
-        return groups
+    def _publish_if_due(self) -> dict[str, float]:
+        """Every so many steps, and after the last one."""
+        if self._step < self._config.steps and self._step - self._published_step < self._config.publish_steps:
+            return {}
+        self._hold()
+        with self._clock.part("publish"):
+            return self._publish()
 
-    def _claim_some(self, wanted: int, deadline: float) -> list[TrajectoryGroup] | None:
-        """`wanted` groups (fewer at the end of the tasks); None where `stop` came first."""
-        owner, lease = self._config.owner, self._config.lease_s
-        while not self._stop():
-            try:
-                wait = min(CLAIM_S, max(0.1, deadline - time.monotonic()))
-                return self._service.claim(wanted, owner, lease, wait)
-            except TimeoutError as error:
-                if time.monotonic() > deadline:
-                    waited = self._config.wait_s
-                    raise TrainerError(f"step {self._step + 1} waited {waited:.0f} s for groups: {error}") from error
-        return None
+    def _hold(self) -> None:
+        """Waits for an evaluation that needs the version in force, as long as the configuration allows."""
+        with self._clock.part("eval_hold"):
+            self._evaluations.hold(self._stop, self._say)
 
-    def _one_step(self, groups: list[TrajectoryGroup], claim_s: float) -> None:
+    def _one_step(self, groups: list[TrajectoryGroup]) -> None:
         step = self._step + 1
         ids = [group.group_id for group in groups]
         self._say(f"trains step {step}")
         with LeaseKeeper(self._service, ids, self._config.owner, self._config.lease_s) as keeper:
-            result = train_batch(
-                self._backend,
-                groups,
-                self._config,
-                policy_version=self._version,
-                optimizer_steps=self._optimizer_steps,
-            )
+            with self._clock.part("train"):
+                result = train_batch(
+                    self._backend,
+                    groups,
+                    self._config,
+                    policy_version=self._version,
+                    optimizer_steps=self._optimizer_steps,
+                )
             trained_version = self._version
             self._step, self._optimizer_steps = step, self._optimizer_steps + result.optimizer_steps
             # A step without an update still publishes, since the rollouts of a synchronous run wait for the next version.
             self._version += max(1, result.optimizer_steps)
             write_step(self._run_dir, step, result.records)
             if step % self._config.save_every == 0 or step == self._config.steps:
-                self._save(tuple(ids))
+                with self._clock.part("save"):
+                    self._save(tuple(ids))
             self._commit(step, ids, keeper)
         self._service.collect(self._checkpoints.all()[0].meta.train_step)
-        due = step - self._published_step >= self._config.publish_steps or step == self._config.steps
-        published = self._publish() if due else {"time/publish_s": 0.0}
-        self._record(result, trained_version, {"time/claim_s": claim_s, **published})
+        self._record(result, trained_version, self._publish_if_due())
 
     def _commit(self, step: int, ids: list[str], keeper: LeaseKeeper) -> None:
         newest = self._newest
@@ -200,14 +182,16 @@ class Trainer:
                 f"step {step} is dropped: its groups were no longer leased to this trainer{renewals}; go on with --resume"
             ) from error
 
-    def _record(self, result: StepResult, trained_version: int, times: dict[str, float]) -> None:
+    def _record(self, result: StepResult, trained_version: int, published: dict[str, float]) -> None:
+        rollout = self._service.step_metrics()
         self._metrics.append(
             {
                 "train_step": self._step,
                 "steps": self._config.steps,
                 **result.metrics,
-                **times,
-                **self._service.step_metrics(),
+                **published,
+                **self._clock.lap(result.trained_tokens),
+                **rollout,
                 "policy_version": self._version,
                 "trained_version": trained_version,
             }

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from palestra.trainer.correction import RatioCorrection
+
 Batch = Mapping[str, torch.Tensor]
 Sums = dict[str, torch.Tensor]
 
@@ -25,25 +27,34 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """The clipped surrogate of PPO (Schulman et al. 2017, equation 7) as GRPO uses it, with separate bounds below and above (DAPO, Yu et
-    al. 2025) and GRPO's KL penalty against a reference."""
+    al. 2025) and GRPO's KL penalty against a reference.
+
+    The ratio is taken against `old_logprobs`; where there are none, against the engine's, or with a correction against the policy itself,
+    which is right for the first update of a batch: nothing has moved yet."""
 
     clip_low: float = 0.2
     """The ratio is not followed below 1 - clip_low."""
     clip_high: float = 0.2
     """Nor above 1 + clip_high."""
     kl_coef: float = 0.0
+    correction: RatioCorrection | None = None
+    """For tokens that another policy sampled."""
 
     def __call__(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, Sums]:
         """The loss, and sums over the trained tokens."""
-        weights, advantages = batch["weights"], batch["advantages"]
+        weights, advantages, rollout = batch["weights"], batch["advantages"], batch["rollout_logprobs"]
         on = weights != 0
-        old = batch.get("old_logprobs", batch["rollout_logprobs"])
+        old, corrected = batch.get("old_logprobs", rollout), Sums()
+        if self.correction is not None:
+            old = batch.get("old_logprobs", logprobs.detach())
+            factors, corrected = self.correction(old, rollout, on)
+            weights = weights * factors
         delta = torch.where(on, logprobs - old, 0.0)
         ratio = delta.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)
         loss = -(weights * surrogate).sum()
-        sums = self._sums(logprobs.detach(), ratio.detach(), delta.detach(), on, batch)
+        sums = corrected | self._sums(logprobs.detach(), ratio.detach(), on, batch)
         sums["clipped"] = ((clipped * advantages < ratio * advantages) & on).sum()
         if self.kl_coef:
             penalty = torch.where(on, k3(logprobs, batch["ref_logprobs"]), 0.0)
@@ -52,15 +63,16 @@ class PolicyLoss:
         return loss, sums
 
     @staticmethod
-    def _sums(logprobs: torch.Tensor, ratio: torch.Tensor, delta: torch.Tensor, on: torch.Tensor, batch: Batch) -> Sums:
-        engine = torch.where(on, (logprobs - batch["rollout_logprobs"]).abs(), 0.0)
+    def _sums(logprobs: torch.Tensor, ratio: torch.Tensor, on: torch.Tensor, batch: Batch) -> Sums:
+        """KL and differences are those to the policy that sampled, the ratio is the one that is clipped."""
+        moved = torch.where(on, logprobs - batch["rollout_logprobs"], 0.0)
         return {
             "tokens": on.sum(),
             "ratio": torch.where(on, ratio, 0.0).sum(),
             "max_ratio": torch.where(on, ratio, 0.0).max(),
-            "kl_old": (ratio - 1 - delta).sum(),
-            "abs_dlogp": engine.sum(),
-            "max_abs_dlogp": engine.max(),
+            "kl_rollout": (moved.exp() - 1 - moved).sum(),
+            "abs_dlogp": moved.abs().sum(),
+            "max_abs_dlogp": moved.abs().max(),
             "nll": torch.where(on, -logprobs, 0.0).sum(),
         }
 

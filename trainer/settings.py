@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palestra.agents.evaluation.config import EvalConfig
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
 
 if TYPE_CHECKING:
@@ -26,12 +27,18 @@ class TrainerSettings:
     train: TrainConfig = field(default_factory=TrainConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     sft: SftConfig | None = None
+    eval: EvalConfig | None = None
+    """Evaluations while it trains; None: none."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     save_every: int = 10
     """Steps between checkpoints; the last step always has one."""
     publish_steps: int = 1
     """Steps between publishes; the last step always makes one."""
     keep_checkpoints: int = 2
+    off_policy: bool = False
+    """Whether the schedule lets tokens be older than the weights that they train."""
+    colocated: bool = False
+    """Whether engines rest while a step trains."""
     wait_s: float = 1800.0
     """Longest wait for groups, seconds."""
     lease_s: float = 120.0

@@ -143,7 +143,8 @@ class RolloutService(HandleService, GroupService, Protocol):
         fresh run."""
 
     def claim(self, n: int, owner: str, ttl_s: float, deadline_s: float) -> list[TrajectoryGroup]:
-        """Blocks until `n` groups are ready, and leases them; fewer only where the source of tasks is exhausted.
+        """Blocks until `n` groups are ready, and leases them; fewer where the budget of a step is spent, none where the source of tasks is
+        exhausted and all that it gave is trained.
 
         Raises:
             TimeoutError: not within `deadline_s` seconds; names who it waits for. Nothing was leased.

@@ -61,5 +61,8 @@ def settings_of(context: RoleContext) -> TrainerSettings:
         save_every=config.run.save_every,
         keep_checkpoints=config.run.keep_checkpoints,
         wait_s=config.schedule.deadline_s,
+        off_policy=config.schedule.kind == "async" or config.schedule.staleness(config.algo.updates_per_batch) > 0,
+        eval=config.eval,
+        colocated=config.schedule.colocated,
         config_hash=hashlib.sha256(dump_toml(config).encode()).hexdigest(),
     )
