@@ -89,6 +89,7 @@ def read_answer(content: Any) -> int | None:
 class Calculator(ToolEnv):
     """Arithmetic with a calculator."""
 
+    deterministic = True
     system: ClassVar[str | None] = SYSTEM
 
     def __init__(

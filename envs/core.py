@@ -55,6 +55,9 @@ class MessageEnv(gym.Env[Observation, Message]):
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - gymnasium's own attribute
     system: ClassVar[str | None] = None
     """A system message that is put before prompts which have none."""
+    deterministic: bool = False
+    """Of the class or of one instance: the same task, seed and actions give the same observations, in any process, so that an episode which
+    was interrupted can be played again up to where it stood."""
     tasks: TaskSource | Sequence[Task] = ()
     """The environment's own tasks."""
     rubric: Rubric | None = None

@@ -198,6 +198,7 @@ def _formless(extracted: str, form: Any) -> str | None:
 class MathEnv(MessageEnv):
     """One problem, one message, one boxed answer."""
 
+    deterministic = True
     system: ClassVar[str | None] = SYSTEM
 
     def __init__(

@@ -99,6 +99,7 @@ def rubric(timeout_s: float) -> Rubric:
 class ReasoningGym(MessageEnv):
     """One puzzle, one message, one answer."""
 
+    deterministic = True
     system: ClassVar[str | None] = SYSTEM
 
     def __init__(

@@ -106,3 +106,16 @@ def test_functions(text: str) -> None:
     assert sum(verdict.keep for verdict in service.verdicts.values()) >= 2
     assert all(episode.reward.value is not None for episode in service.episodes.values())
     assert threading.active_count() < 100
+
+
+def test_the_readme_s_plan() -> None:
+    """It keeps what the policy solves now and then."""
+    text = (PAGE.parent.parent / "README.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)^```$", text, re.S | re.M) if "RolloutPlan" in block)
+    plan = defined_by(block)["Unsolved"]()
+
+    def review(*rewards: float) -> bool:
+        played = tuple(PlayedRollout(i, f"g-{i}", 0, r, {}, "answer", False, 1, 1) for i, r in enumerate(rewards))
+        return bool(plan.review(ReviewRequest("g", 0, played)).keep)
+
+    assert (review(1.0, 0.0), review(1.0, 1.0)) == (True, False)

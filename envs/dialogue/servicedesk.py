@@ -58,6 +58,7 @@ class ServiceDesk(ToolEnv):
             ValueError: `user` is neither.
         """
         self._spec = read_user(user)
+        self.deterministic = self._spec is None
         self.user: User | None = None
         super().__init__(render_mode, errands(seed, size) if tasks is None else tasks)
 

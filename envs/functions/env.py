@@ -46,6 +46,7 @@ def _leaderboard(categories: tuple[str, ...]) -> tuple[Task, ...]:
 class FunctionCalling(MessageEnv):
     """Function calling, judged call by call."""
 
+    deterministic = True
     system: ClassVar[str | None] = SYSTEM
     _specs: tuple[ToolSpec, ...] = ()
 

@@ -50,6 +50,7 @@ class TextGame(MessageEnv):
     Subclasses give `tasks`, `form`, `begin` and `play_line`.
     """
 
+    deterministic = True
     form: ClassVar[str]
     """How a move is written; stands in the help."""
 

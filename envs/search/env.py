@@ -51,6 +51,7 @@ _CITED = re.compile(r"\[([^\[\]\n]{1,200})\]")
 class Search(ToolEnv):
     """Questions over a corpus, answered by searching."""
 
+    deterministic = True
     system: ClassVar[str | None] = SYSTEM
 
     def __init__(
@@ -96,6 +97,8 @@ class Search(ToolEnv):
                 chosen, glossary, tuple(hops), None if topics is None else tuple(topics), split, seed, size
             )
         self._snippet = snippet
+        # What another process answers may change, or be of another index after a restart.
+        self.deterministic = isinstance(retriever, str) and not retriever.startswith("http")
         self._found: dict[str, Hit] = {}
         super().__init__(render_mode, tasks)
 

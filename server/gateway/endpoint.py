@@ -192,8 +192,8 @@ def recall(session: Session, reply_id: str) -> list[Mapping[str, Any]]:
     return node.conversation()
 
 
-async def read_body(receive: Any, headers: Mapping[bytes, bytes]) -> bytes:
-    """The whole body, readable as JSON where it is some.
+async def read_body(receive: Any, headers: Mapping[bytes, bytes], max_bytes: int = MAX_BODY) -> bytes:
+    """The whole body, of at most `max_bytes`.
 
     Raises:
         SessionError: 408, 413 or 415.
@@ -201,16 +201,16 @@ async def read_body(receive: Any, headers: Mapping[bytes, bytes]) -> bytes:
     """
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise SessionError("a compressed body is not understood; send it as it is", 415, "unsupported_encoding")
-    if int(length) > MAX_BODY if (length := headers.get(b"content-length", b"")).isdigit() else False:
-        raise _too_large()
+    if int(length) > max_bytes if (length := headers.get(b"content-length", b"")).isdigit() else False:
+        raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(BODY_S):
-            return await _pieces(receive)
+            return await _pieces(receive, max_bytes)
     except TimeoutError:
         raise SessionError(f"the body did not come within {BODY_S:.0f} s", 408, "body_timeout") from None
 
 
-async def _pieces(receive: Any) -> bytes:
+async def _pieces(receive: Any, max_bytes: int) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -219,14 +219,14 @@ async def _pieces(receive: Any) -> bytes:
             raise Gone
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
-        if size > MAX_BODY:
-            raise _too_large()
+        if size > max_bytes:
+            raise _too_large(max_bytes)
         if not message.get("more_body", False):
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _too_large() -> SessionError:
-    return SessionError(f"the body is larger than {MAX_BODY >> 20} MiB", 413, "body_too_large")
+def _too_large(max_bytes: int) -> SessionError:
+    return SessionError(f"the body is larger than {max_bytes >> 20} MiB", 413, "body_too_large")
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:

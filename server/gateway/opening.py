@@ -1,8 +1,8 @@
 """How sessions begin, end and come back: the part of the service behind `/v1/sessions`.
 
 In: what an opener says; rewards; the end. Out: sessions with keys, durable before anybody knows the key. A session that the run's own plan
-opened dies with the service's process and is played again; one that somebody else opened is found again after a restart, with every turn
-that was acknowledged. It waits for the store, and for the engine to let go of what runs when a session ends.
+opened is played again after a restart (see `reopening`); one that somebody else opened is found again, with every turn that was
+acknowledged. It waits for the store, and for the engine to let go of what runs when a session ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, TypeAlias
@@ -19,13 +18,15 @@ import msgspec
 
 from palestra.envs.types import StopReason
 from palestra.server.gateway.calls import CallDesk
+from palestra.server.gateway.recovered import DIVERGED, restored
+from palestra.server.gateway.reopening import Reopener
 from palestra.server.gateway.session import Session, SessionLimits, SessionTable, digest_of, new_key
-from palestra.server.gateway.tree import RAW_TOOLS, Node
-from palestra.server.plan.plan import PLANNED, Plan
+from palestra.server.plan.names import PLANNED
+from palestra.server.plan.plan import Plan
 from palestra.server.renderer.tokens import TokenCodec
 from palestra.server.store.turnlog import TurnLog
-from palestra.server.store.types import SessionOutcome, SessionRecord, SessionState, StoredSession
-from palestra.server.types import SessionError, Trajectory
+from palestra.server.store.types import SessionOutcome, SessionRecord, SessionState
+from palestra.server.types import SessionError
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -51,6 +52,9 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True):
     sampling: str | None = None
     """Short for limits.sampling."""
     meta: dict[str, Any] | None = None
+    replay: bool = False
+    """The session is under way already, and its episode is played again from its start: the requests on record get the replies on record.
+    For sessions of the run's plan; one that is not on record is opened as any other."""
     forced: list[list[int]] | None = None
     """A test's wish: the ids of the session's replies, call by call. Engines refuse it unless they were started for it."""
 
@@ -69,7 +73,11 @@ class CloseBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /v1/sessions/ID/close. Without an outcome the rewards that were posted make it."""
 
     attempt: Index | None = None
+    api_key: str | None = None
+    """The session's key as its closer has it: what was opened again meanwhile is another's to end."""
     outcome: SessionOutcome | None = None
+    masks: list[list[int]] | None = None
+    """Made by hand: per branch a 0 or 1 per token of its row. A 1 on what no engine sampled is refused, and the session stays open."""
     infra_if_faulted: bool = False
     """Where the session's last model call failed by a fault of ours, the outcome has no reward: an agent that goes on after such a fault,
     or gives up, is no measure of the policy."""
@@ -83,6 +91,7 @@ class SessionDesk:
     ) -> None:
         self.log, self.plan, self.table, self.calls, self.defaults = log, plan, table, calls, defaults
         self.codec = codec
+        self.reopener = Reopener(log, plan, table, calls)
 
     async def open(self, asked: OpenSession) -> tuple[Session, str]:
         """A new session and its key.
@@ -98,6 +107,12 @@ class SessionDesk:
                 raise SessionError(f"{name} {value[:200]!r}: letters, digits and ._:- only, at most 128")
         if not planned and asked.group_id is not None and PLANNED.fullmatch(asked.group_id):
             raise SessionError(f"group_id {asked.group_id!r}: names like g000001 are the run's own")
+        if asked.replay:
+            if not planned or asked.rollout_id is None:
+                raise SessionError("replay: only a rollout of the run's own plan is played again")
+            group, forced = str(asked.group_id), tuple(map(tuple, asked.forced or ()))
+            if (again := await self.reopener.reopen((rollout_id, asked.attempt), group, limits, forced)) is not None:
+                return again
         key, date = new_key(), time.strftime("%Y-%m-%d")
         record = SessionRecord(
             rollout_id=rollout_id,
@@ -122,12 +137,12 @@ class SessionDesk:
             raise SessionError(
                 "a group is for training, and limits.sampling is free: leave out group_size, or choose another sampling"
             )
-        index = await self.plan.adopt(record.group_id, group_size, asked.index, asked.attempt, asked.task)
+        index = await self.plan.outside.adopt(record.group_id, group_size, asked.index, asked.attempt, asked.task)
         record = replace(record, index=index)
         try:
             await self.log.open_session(record)
         except SessionError:
-            self.plan.vacate(record.group_id, index)
+            self.plan.outside.vacate(record.group_id, index)
             raise
         return record
 
@@ -175,31 +190,32 @@ class SessionDesk:
         had ended before.
 
         Raises:
-            SessionError: 404 for a session that never was.
+            SessionError: 404 for a session that never was; 409 for one that a restart, or another caller, took from this one.
         """
         try:
             session = self.table.by_id(rollout_id, body.attempt)
         except SessionError:
+            self.reopener.refuse_late(rollout_id, body.attempt or 0)
             await self.log.close_session(rollout_id, body.attempt or 0, body.outcome or SessionOutcome(None))
             return None
+        if body.api_key is not None and digest_of(body.api_key) != session.digest:
+            raise SessionError(f"session {rollout_id} was opened again, by another caller", 409, "session_reopened")
         outcome = body.outcome or self._posted(session)
         if body.infra_if_faulted and session.fault is not None and outcome.reward is not None:
             error = f"the last model call failed: {session.fault}"
             outcome = replace(outcome, reward=None, stop_reason=StopReason.INFRA.value, error=error)
+        if session.replay is not None and session.replay.unplayed and outcome.reward is not None:
+            # The reward is of another episode than the one on record.
+            await self.discard(rollout_id, session.record.attempt, DIVERGED)
+            return SessionOutcome(None, stop_reason=DIVERGED)
         return await self._end(session, outcome)
 
     async def _end(self, session: Session, outcome: SessionOutcome) -> SessionOutcome:
         record = session.record
-        await self._shut(session)
+        await self.reopener.shut(session)
         await self.log.close_session(record.rollout_id, record.attempt, outcome)
         await self.plan.ended(record, outcome)
         return outcome
-
-    async def _shut(self, session: Session) -> None:
-        """Its key opens nothing any more, and nothing runs for it."""
-        session.closed = True
-        await self.calls.end_all(session)
-        self.table.remove(session)
 
     def _posted(self, session: Session) -> SessionOutcome:
         """The outcome that the posted rewards make; none posted: unknown, never 0."""
@@ -228,9 +244,8 @@ class SessionDesk:
         """
         session = self.table.by_id(rollout_id, attempt)
         record = session.record
-        await self._shut(session)
-        await self.log.discard_session(record.rollout_id, record.attempt, reason)
-        await self.plan.ended(record, SessionOutcome(None, stop_reason=reason))
+        await self.reopener.shut(session)
+        await self.reopener.take_out(record, reason)
 
     async def expire(self) -> None:
         """Ends outside sessions whose wall time is over: with the rewards that were posted, or with none."""
@@ -240,50 +255,13 @@ class SessionDesk:
                 await self._end(session, replace(self._posted(session), stop_reason="deadline", truncated=True))
 
     def recover(self) -> int:
-        """Finds the open sessions of outsiders again, as the log has them. Returns how many."""
+        """Finds the open sessions of outsiders again, as the log has them. Returns how many. Those of the plan wait to be opened again."""
         found = 0
         for stored in self.log.reader.read_sessions(state=SessionState.OPEN):
             if stored.record.meta.get("external"):
                 trajectory = self.log.reader.read_trajectory(stored.record.rollout_id, stored.record.attempt)
-                self.table.add(_restored(stored, trajectory, self.codec))
+                self.table.add(restored(stored, trajectory, self.codec))
                 found += 1
+            elif not self.table.has(stored.record.rollout_id, stored.record.attempt):
+                self.reopener.interrupted.add((stored.record.rollout_id, stored.record.attempt))
         return found
-
-
-def _restored(stored: StoredSession, trajectory: Trajectory, codec: TokenCodec) -> Session:
-    meta = stored.record.meta
-    session = Session(
-        stored.record,
-        msgspec.convert(meta["limits"], SessionLimits),
-        bytes.fromhex(meta["key"]),
-        date=meta["date"],
-        turns=max((turn.index + 1 for turn in trajectory.turns), default=0),
-        started=sum(bool(turn.messages) or turn.delivered for turn in trajectory.turns),
-        sampled=stored.sampled_tokens,
-        opened_at=time.monotonic() - max(time.time() - stored.opened_at, 0.0),
-    )
-    for turn in trajectory.turns:
-        parent = None if turn.parent is None else session.tree.find(turn.parent)
-        if turn.parent is not None and parent is None:
-            continue  # extends what nobody got: nothing can continue it
-        tools = turn.tools if parent is None else parent.tools
-        if not turn.messages and tools != RAW_TOOLS:
-            continue  # tokens past a stop text
-        node = Node(
-            index=turn.index,
-            parent=parent,
-            messages=turn.messages[:-1],
-            reply=turn.messages[-1],
-            delta=array("i", turn.prompt_delta.tobytes()),
-            completion=array("i", turn.completion_ids.tobytes()),
-            opened=turn.opened,
-            tools=tools,
-            length=(parent.length if parent is not None else 0) + len(turn.prompt_delta) + len(turn.completion_ids),
-            delivered=turn.delivered,
-        )
-        if tools == RAW_TOOLS:
-            node.text = codec.decode(node.ids())
-        session.tree.add(node)
-        session.orphans.append(node)
-    session.orphans = [node for node in session.orphans if not node.children]
-    return session

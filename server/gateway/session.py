@@ -19,6 +19,7 @@ from palestra.server.types import SessionError
 
 if TYPE_CHECKING:
     from palestra.server.gateway.calls import Call
+    from palestra.server.gateway.recovered import Replay
 
 SAMPLING = ("strict", "override", "free")
 
@@ -87,6 +88,8 @@ class Session:
     """Calls that run, or ended a short while ago, by the name under which a repetition finds them."""
     orphans: list[Node] = field(default_factory=list)
     """Branch ends that a former process of the service recorded: nobody knows whether their replies were sent."""
+    replay: Replay | None = None
+    """What is on record of it, where it is played again from its start."""
     fault: str | None = None
     """Why its last model call failed, where that was a fault of ours; None once a later one succeeded."""
     forced: tuple[tuple[int, ...], ...] = ()

@@ -20,7 +20,7 @@ import numpy as np
 from palestra.server.engine import EngineClient
 from palestra.server.gateway.calls import Call
 from palestra.server.gateway.prompts import Place, PromptMaker
-from palestra.server.gateway.recovered import recorded, take_orphan
+from palestra.server.gateway.recovered import recorded, said_in, take_orphan
 from palestra.server.gateway.replies import choice_of, usage_of
 from palestra.server.gateway.sampling import engine_sampling
 from palestra.server.gateway.session import Session
@@ -78,8 +78,10 @@ class TurnCore:
             call = replace(call, forced_ids=session.forced[session.started])
         place = await self.prompts.place(session, call)
         await self._revive(session, place.base)
+        if session.replay is not None and (turns := await session.replay.lead(session, call, place)):
+            return await self._again(session, call, place, turns, waiting)
         if session.orphans and (node := take_orphan(session, call, place)) is not None:
-            return await self._again(session, call, place, node, waiting)  # spends nothing: its turn was counted
+            return await self._again(session, call, place, [recorded(self.log, session, node)], waiting)
         _check_budget(session)
         most = _reply_bound(session, call, place.length)
         stop_ids = self.renderer.stop_ids
@@ -98,14 +100,24 @@ class TurnCore:
         filed = await self._record(session, call, place, completions, wishes[0].temperature, waiting)
         return self._reply(session, call, place, filed)
 
-    async def _again(self, session: Session, call: ModelCall, place: Place, node: Node, waiting: Call) -> ModelReply:
-        """The reply of a turn that is on record already, to a caller that may have lost it."""
-        turn, completion = recorded(self.log, session, node)
-        parsed = ParsedReply(dict(turn.messages[-1]), turn.ill_formed)
-        choice = choice_of(self.renderer, call, place, completion, parsed)
-        waiting.turns = (node.index,)
+    async def _again(
+        self, session: Session, call: ModelCall, place: Place, turns: Sequence[Turn], waiting: Call
+    ) -> ModelReply:
+        """The replies of turns that are on record already, to a caller that may have lost them. They spend of the budget what they spent at
+        first: one call, counted when the session was found again or, where it is played again, here."""
+        filed = list[_Filed]()
+        for turn in turns:
+            completion = said_in(turn, call.stop, self.renderer.codec)
+            parsed = ParsedReply(dict(turn.messages[-1]), turn.ill_formed)
+            choice = choice_of(self.renderer, call, place, completion, parsed)
+            filed.append(_Filed(completion, dict(parsed.message), choice, turn))
+        if session.tree.find(turns[0].index) is None:
+            for entry in filed:
+                session.tree.add(self._node(place, entry, entry.turn.delivered))
+            session.started += turns[0].delivered
+        waiting.turns = tuple(turn.index for turn in turns)
         await self.mark(session, waiting.turns, waiting.wanted)
-        return self._reply(session, call, place, [_Filed(completion, dict(parsed.message), choice, turn)])
+        return self._reply(session, call, place, filed)
 
     async def _generate(self, session: Session, place: Place, wishes: Sequence[Any], waiting: Call) -> list[Completion]:
         rids = [uuid.uuid4().hex for _ in wishes]
@@ -163,7 +175,7 @@ class TurnCore:
                 turns.append(_tail_turn(session.turns, place, completion, tail, temperature))
                 session.turns += 1
             session.sampled += len(whole.token_ids)
-        for turn in turns:
+        for turn in turns if session.limits.sampling != "free" else ():  # an evaluation's are no rollouts'
             self.on_turn(turn)
         key = session.record.rollout_id, session.record.attempt
         await _all([self.log.append_turn(*key, turn) for turn in turns])
