@@ -192,13 +192,14 @@ def recall(session: Session, reply_id: str) -> list[Mapping[str, Any]]:
     return node.conversation()
 
 
-async def read_body(receive: Any, headers: Mapping[bytes, bytes], max_bytes: int = MAX_BODY) -> bytes:
-    """The whole body, of at most `max_bytes`.
+async def read_body(receive: Any, headers: Mapping[bytes, bytes], max_bytes: int | None = None) -> bytes:
+    """The whole body, of at most `max_bytes`; None: MAX_BODY.
 
     Raises:
         SessionError: 408, 413 or 415.
         Gone: the caller left.
     """
+    max_bytes = MAX_BODY if max_bytes is None else max_bytes
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise SessionError("a compressed body is not understood; send it as it is", 415, "unsupported_encoding")
     if int(length) > max_bytes if (length := headers.get(b"content-length", b"")).isdigit() else False:
