@@ -74,6 +74,8 @@ _KEYS = {
 }
 _SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"api_key": []}]
 _OPEN_PATHS = frozenset({"/health", "/status"})
+_FRAMED = frozenset({"/admin/put"})
+"""Routes whose body is no JSON."""
 _REF = "#/components/schemas/"
 
 
@@ -88,6 +90,8 @@ def describe(app: FastAPI, bodies: Mapping[str, type[msgspec.Struct]]) -> dict[s
         for method, operation in operations.items():
             body = reference_of[bodies[path]] if method == "post" and path in bodies else None
             _describe_control(operation, body, path not in _OPEN_PATHS)
+            if path in _FRAMED:
+                operation["requestBody"] = {"required": True, "content": {"application/octet-stream": {}}}
     for route in app.routes:
         if isinstance(route, Route) and (end := _end_of(route.path)) is not None:
             paths[route.path] = {"post": _model_operation(route.path, end, reference_of[MODEL_ROUTES[end]])}
