@@ -15,7 +15,7 @@ export PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OF
 case $tier in
     --unit) selected="not walk and not ci and not full" ;;
     --ci)
-        selected="ci"
+        selected="ci and not full"
         system_packages node:nodejs npm:npm mount:mount bwrap:bubblewrap dockerd:docker.io ip:iproute2 openssl:openssl \
             /usr/include/linux/bpf.h:linux-libc-dev "/usr/lib/postgresql/*/bin/initdb:postgresql"
         export PALESTRA_ENGINE_ENV=${PALESTRA_ENGINE_ENV:-$PWD/.engine}
