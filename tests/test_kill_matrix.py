@@ -66,7 +66,7 @@ def test_every_role_killed_twice_in_one_run(base: Path) -> None:
     run_campaign(make_job(base, "roles"), [*ROLES, *ROLES], seed)
 
 
-@pytest.mark.walk
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_the_database_killed_twice_in_one_run(base: Path, database: postgres.Server) -> None:
     url = database.make_database("kills")
