@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from palestra.server.buffer.packing import Cursor, PackedRow, SpreadRow, pack, padding, unpack
-from palestra.server.types import SampleError, StoreError, TrainingSample, TrajectoryGroup, VersionSpan
+from palestra.server.types import (
+    SampleError,
+    StoreError,
+    TrainingSample,
+    TrajectoryGroup,
+    VersionSpan,
+    unchecked_sample,
+)
 
 MAGIC = b"PLG"
 VERSION = 1
@@ -89,8 +96,9 @@ def check_bytes(blob: bytes) -> None:
         raise StoreError("a damaged group: the checksum differs")
 
 
-def decode_group(blob: bytes) -> TrajectoryGroup:
-    """The group that `encode_group` made bytes of.
+def decode_group(blob: bytes, *, ours: bool = False) -> TrajectoryGroup:
+    """The group that `encode_group` made bytes of. `ours`: the bytes come from a store that encoded checked rows itself, and their checksum
+    says that they are the same; others are checked anew (laws 1 and 2).
 
     Raises:
         StoreError: the bytes are damaged or of a newer format.
@@ -104,7 +112,8 @@ def decode_group(blob: bytes) -> TrajectoryGroup:
         spread = unpack(packed)
     except (msgspec.DecodeError, ValueError) as error:
         raise StoreError(f"a damaged group: {error}") from error
-    samples = tuple(_sample_of(*parts) for parts in zip(header.rows, packed, spread, strict=True))
+    make = unchecked_sample if ours else TrainingSample
+    samples = tuple(_sample_of(make, *parts) for parts in zip(header.rows, packed, spread, strict=True))
     return TrajectoryGroup(header.group_id, header.task_id, header.group_size, samples, header.rewards)
 
 
@@ -161,9 +170,9 @@ def _arrays_of(row: _Row, cursor: Cursor) -> PackedRow:
     )
 
 
-def _sample_of(row: _Row, arrays: PackedRow, spread: SpreadRow) -> TrainingSample:
+def _sample_of(make: Callable[..., TrainingSample], row: _Row, arrays: PackedRow, spread: SpreadRow) -> TrainingSample:
     experts = arrays.experts
-    return TrainingSample(
+    return make(
         rollout_id=row.rollout_id,
         attempt=row.attempt,
         group_id=row.group_id,

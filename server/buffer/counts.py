@@ -35,19 +35,17 @@ def count_rollouts(group: TrajectoryGroup) -> tuple[RolloutCounts, ...]:
         rewards[key] = row.reward
         names = masked.setdefault(key, {})
         trained.setdefault(key, 0)
-        highest, on = row.sources.max(), row.loss_mask.astype(bool)
+        # Twice the source, and one more where the mask is on.
+        kinds = row.sources.astype(np.int64)
+        kinds <<= 1
+        kinds += row.loss_mask != 0
+        found = np.bincount(kinds, minlength=2).tolist()
         for source, name in _COUNTED.items():
-            if source > highest:
-                break
-            mine = row.sources == source
-            if not (total := int(np.count_nonzero(mine))):
-                continue
-            mine &= on
-            kept = int(np.count_nonzero(mine))
+            left_out, on = (*found[2 * source : 2 * source + 2], 0, 0)[:2]
             if source == _SAMPLED:
-                trained[key] += kept
-            if total > kept:
-                names[name] = names.get(name, 0) + total - kept
+                trained[key] += on
+            if left_out:
+                names[name] = names.get(name, 0) + left_out
     return tuple(RolloutCounts(*key, rewards[key], trained[key], masked[key]) for key in trained)
 
 

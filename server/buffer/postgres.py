@@ -307,7 +307,7 @@ def decode(data: bytes | None, group_id: str, where: str) -> TrajectoryGroup:
     if data is None:
         raise StoreError(f"{where}: the arrays of group {group_id} are not stored")
     try:
-        group = decode_group(data)
+        group = decode_group(data, ours=True)
     except StoreError as error:
         raise StoreError(f"{where}: arrays of group {group_id}: {error}") from error
     if group.group_id != group_id:

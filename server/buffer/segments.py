@@ -50,7 +50,7 @@ def read_group(folder: Path, place: Place, group_id: str) -> TrajectoryGroup:
             os.close(fd)
         if len(blob) != place.length:
             raise StoreError(f"the file ends after {len(blob)} of {place.length} bytes")
-        group = decode_group(blob)
+        group = decode_group(blob, ours=True)
         if group.group_id != group_id:
             raise StoreError(f"group {group.group_id} lies here, not {group_id}")
     except (OSError, StoreError) as error:
