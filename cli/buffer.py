@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 from collections.abc import Sequence
+
+from palestra.cli.verbs import run_verb
 
 VERBS = {
     "ls": (
@@ -20,10 +20,4 @@ VERBS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs a verb; its exit status."""
-    parser = argparse.ArgumentParser(prog="palestra buffer", description="The data buffer of a run.")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb, (_, about) in VERBS.items():
-        verbs.add_parser(verb, help=about, add_help=False)
-    known, _ = parser.parse_known_args(list(argv)[:1])
-    module = importlib.import_module(VERBS[known.verb][0])
-    return int(module.main(list(argv)[1:]))
+    return run_verb("palestra buffer", "The data buffer of a run.", VERBS, argv)

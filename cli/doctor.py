@@ -6,22 +6,17 @@ the check.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 from collections.abc import Sequence
 
+from palestra.cli.verbs import run_verb
+
 CHECKS = {
-    "template": "does a model's chat template keep what was seen?",
-    "sandbox": "what do this machine's sandboxes hold, and does an attack get out?",
+    "template": ("palestra.cli.doctor_template", "does a model's chat template keep what was seen?"),
+    "sandbox": ("palestra.cli.doctor_sandbox", "what do this machine's sandboxes hold, and does an attack get out?"),
 }
+"""The module whose `main(argv)` does it, and what it looks into."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a check; its exit status."""
-    parser = argparse.ArgumentParser(prog="palestra doctor")
-    checks = parser.add_subparsers(dest="check", metavar="CHECK", required=True)
-    for check, about in CHECKS.items():
-        checks.add_parser(check, help=about, add_help=False)
-    known, _ = parser.parse_known_args(argv[:1])
-    module = importlib.import_module(f"palestra.cli.doctor_{known.check}")
-    return int(module.main(argv[1:]))
+    return run_verb("palestra doctor", None, CHECKS, argv, called="check")

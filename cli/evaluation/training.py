@@ -28,7 +28,6 @@ from palestra.cli.evaluation.function import play_by_function
 from palestra.cli.evaluation.served import ServedHost
 from palestra.envs.registry import make_env, open_tasks
 from palestra.envs.tasks import TaskSource
-from palestra.envs.tasksources import read_any_tasks
 from palestra.server.eval_client import EvalClient
 from palestra.server.evaluating.types import Due, EvalState
 
@@ -124,9 +123,7 @@ def plan_run(config: RunConfig, section: EvalConfig, due: Due, run: Path, folder
         EvalError: the folder has episodes of another version.
         EnvError, TaskError: there is no such environment, or no such tasks.
     """
-    file = tasks_of(config, section)
-    own = section.env_id(config.env.id), args_of(config, section)
-    source: TaskSource = open_tasks(*own) if file is None else read_any_tasks(file)
+    source = open_tasks(section.env_id(config.env.id), args_of(config, section), tasks_of(config, section))
     header = header_of(spec_of_run(config, section, run, len(source)), source)
     about = {"train_step": due.step, "version": due.version, "on": due.on}
     if has_header(folder) and (before := read_header(folder).provenance.get("training")) != about:

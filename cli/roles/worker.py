@@ -24,7 +24,6 @@ from palestra.cli.roles.plays.service import WorkerService
 from palestra.envs import boxes
 from palestra.envs.registry import make_env, open_tasks
 from palestra.envs.tasks import TaskSource
-from palestra.envs.tasksources import read_any_tasks
 from palestra.server.client import ServiceClient
 from palestra.server.health import HealthListener
 
@@ -96,7 +95,7 @@ def tasks_of(config: RunConfig) -> TaskSource:
         TaskError: the file is broken.
         EnvError: the environment has none.
     """
-    return open_tasks(config.env.id, config.env.args) if config.env.tasks is None else read_any_tasks(config.env.tasks)
+    return open_tasks(config.env.id, config.env.args, config.env.tasks)
 
 
 def group_worker(config: RunConfig, service: WorkerService, folder: Path, stopping: threading.Event) -> GroupWorker:

@@ -1,23 +1,24 @@
 """Counts the sampled tokens of a group's rows, for the ledger, and checks what the buffer asks of a group beyond laws
 1 and 2.
 
-In: a group. Out: counts per rollout, as records and as JSON. Nothing is waited for.
+In: a group. Out: counts per rollout, as records and as JSON, and what a store's row says of a group. Nothing is waited for.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from palestra.server.buffer.retention import Shelf
-from palestra.server.buffer.types import Depth, RolloutCounts
+from palestra.server.buffer.types import Depth, GroupEntry, RolloutCounts
 from palestra.server.store.jsonbytes import dumps, loads
-from palestra.server.types import SAMPLED_SOURCES, SampleError, TokenSource, TrajectoryGroup
+from palestra.server.types import SAMPLED, SAMPLED_SOURCES, GroupState, SampleError, TokenSource, TrajectoryGroup
 
 BY_HAND = "by_mask"
 """Name in the ledger of sampled tokens that a mask made by hand leaves out."""
-_SAMPLED = int(TokenSource.SAMPLED)
 _COUNTED = {
     int(source): BY_HAND if source == TokenSource.SAMPLED else source.name.lower()
     for source in sorted(SAMPLED_SOURCES - {TokenSource.SHARED})
@@ -42,7 +43,7 @@ def count_rollouts(group: TrajectoryGroup) -> tuple[RolloutCounts, ...]:
         found = np.bincount(kinds, minlength=2).tolist()
         for source, name in _COUNTED.items():
             left_out, on = (*found[2 * source : 2 * source + 2], 0, 0)[:2]
-            if source == _SAMPLED:
+            if source == SAMPLED:
                 trained[key] += on
             if left_out:
                 names[name] = names.get(name, 0) + left_out
@@ -57,6 +58,30 @@ def counts_to_json(counts: tuple[RolloutCounts, ...]) -> bytes:
 def counts_from_json(data: bytes) -> tuple[RolloutCounts, ...]:
     """What `counts_to_json` wrote."""
     return tuple(RolloutCounts(*item) for item in loads(data))
+
+
+def entry_of(row: Sequence[Any], versions: Sequence[int], stored: Sequence[Any]) -> GroupEntry:
+    """What is known of one group. `row`: id, task, size, state, reason, step, checkpoint, owner, and the counts as JSON; `stored`: when it
+    was put and ended, shelf (None where its arrays are gone), their length, and since when they are free."""
+    group_id, task_id, size, state, reason, step, checkpoint_id, owner, rollouts = row
+    put_at, ended_at, shelf, length, free_at = stored
+    return GroupEntry(
+        group_id=group_id,
+        task_id=task_id,
+        group_size=size,
+        state=GroupState(state),
+        reason=reason,
+        step=step,
+        checkpoint_id=checkpoint_id,
+        owner=owner,
+        versions=tuple(versions),
+        rollouts=counts_from_json(rollouts),
+        put_at=put_at,
+        ended_at=ended_at,
+        shelf=shelf,
+        stored_bytes=length if shelf is not None else 0,
+        free_at=free_at,
+    )
 
 
 def versions_of(group: TrajectoryGroup) -> list[int]:
@@ -79,7 +104,7 @@ def check_group(group: TrajectoryGroup) -> None:
             raise SampleError(f"{where}: {name} is of group {row.group_id}")
         if key in seen:
             raise SampleError(f"{where}: {name} is there twice")
-        if row.reward is None and ((row.loss_mask != 0) & (row.sources == _SAMPLED)).any():
+        if row.reward is None and ((row.loss_mask != 0) & (row.sources == SAMPLED)).any():
             raise SampleError(f"{where}: {name} is trained on although its reward is unknown")
         seen.add(key)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from palestra.server.buffer import pg_sql
-from palestra.server.buffer.counts import counts_from_json
+from palestra.server.buffer.counts import entry_of
 from palestra.server.buffer.pg_link import Link
 from palestra.server.buffer.pg_place import place_path, read_place
 from palestra.server.buffer.pg_schema import look
 from palestra.server.buffer.postgres import as_counts, decode
 from palestra.server.buffer.types import GroupEntry
-from palestra.server.types import GroupState, StoreError, TrajectoryGroup
+from palestra.server.types import StoreError, TrajectoryGroup
 
 
 class PostgresReader:
@@ -74,22 +74,6 @@ class PostgresReader:
 
 
 def _entry(row: tuple[Any, ...]) -> GroupEntry:
-    group_id, task_id, size, state, reason, step, checkpoint_id, owner, versions, rollouts, *stored = row
-    put_at, ended_at, length, free_at = stored
-    return GroupEntry(
-        group_id=group_id,
-        task_id=task_id,
-        group_size=size,
-        state=GroupState(state),
-        reason=reason,
-        step=step,
-        checkpoint_id=checkpoint_id,
-        owner=owner,
-        versions=tuple(versions),
-        rollouts=counts_from_json(rollouts),
-        put_at=put_at,
-        ended_at=ended_at,
-        shelf=None if length is None else group_id,
-        stored_bytes=length or 0,
-        free_at=free_at,
-    )
+    *head, versions, rollouts, put_at, ended_at, length, free_at = row
+    shelf = None if length is None else head[0]  # each group lies by itself
+    return entry_of([*head, rollouts], versions, (put_at, ended_at, shelf, length, free_at))

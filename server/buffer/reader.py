@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from palestra.server.buffer.counts import count_states, counts_from_json
+from palestra.server.buffer.counts import count_states, entry_of
 from palestra.server.buffer.schema import SCHEMA, buffer_path, segments_path
 from palestra.server.buffer.segments import Place, read_group
 from palestra.server.buffer.types import GroupEntry
 from palestra.server.store.database import open_reader, store_errors
-from palestra.server.types import GroupState, StoreError, TrajectoryGroup
+from palestra.server.types import StoreError, TrajectoryGroup
 
 
 class BufferReader:
@@ -76,22 +76,5 @@ class BufferReader:
 
 
 def _entry(row: tuple[Any, ...]) -> GroupEntry:
-    group_id, task_id, size, state, reason, step, checkpoint_id, owner, versions, rollouts, *stored = row
-    put_at, ended_at, segment, length, free_at = stored
-    return GroupEntry(
-        group_id=group_id,
-        task_id=task_id,
-        group_size=size,
-        state=GroupState(state),
-        reason=reason,
-        step=step,
-        checkpoint_id=checkpoint_id,
-        owner=owner,
-        versions=tuple(json.loads(versions)),
-        rollouts=counts_from_json(rollouts),
-        put_at=put_at,
-        ended_at=ended_at,
-        shelf=segment,
-        stored_bytes=length if segment is not None else 0,
-        free_at=free_at,
-    )
+    *head, versions, rollouts, put_at, ended_at, segment, length, free_at = row
+    return entry_of([*head, rollouts], json.loads(versions), (put_at, ended_at, segment, length, free_at))

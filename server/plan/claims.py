@@ -69,10 +69,8 @@ class Claims:
         old than before."""
         if not (groups and (self.settings.mask_old or self.settings.mask_earlier)):
             return groups
-        step_of = {
-            span.version: await asyncio.to_thread(self.buffer.train_step_of, span.version)
-            for span in {span for group in groups for row in group.samples for span in row.spans}
-        }
+        versions = {span.version for group in groups for row in group.samples for span in row.spans}
+        step_of = {version: await asyncio.to_thread(self.buffer.train_step_of, version) for version in versions}
         oldest = committed_step - self.settings.staleness if self.settings.mask_old else None
 
         def too_old(version: int, newest: int) -> bool:

@@ -196,7 +196,3 @@ class Load:
     def total(self) -> int:
         """All groups of them."""
         return self.open + self.ready + self.claimed
-
-
-TaskGiver: TypeAlias = Sequence[Mapping[str, Any]]
-"""Tasks of a file, which the service holds itself."""
