@@ -1,0 +1,7 @@
+"""Rules of one family."""
+
+from __future__ import annotations
+
+from palestra.cli.planner.rules.collect import Rules
+
+RULES = Rules()
