@@ -17,6 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from palestra.agents.config import AgentConfig
 from palestra.agents.evaluation.config import EvalConfig
+from palestra.cli.planner.runsections import PlanWorkload
+from palestra.cli.planner.sections import PlanHardware
 from palestra.cli.sections import FolderSection, ModelConfig, RunSection, check_passed
 from palestra.envs.config import EnvConfig, Section
 from palestra.envs.overrides import apply_override
@@ -29,6 +31,7 @@ from palestra.server.config import (
     ServeSection,
     UpdateSection,
 )
+from palestra.server.schedulerules import carrying_findings, group_findings, refuse
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
 
 
@@ -39,7 +42,7 @@ class ConfigError(ValueError):
 class RunConfig(Section):
     """The whole file of a training run."""
 
-    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "workload"})
+    not_built: ClassVar[frozenset[str]] = frozenset({"placement"})
     model: ModelConfig
     env: EnvConfig
     run: RunSection = RunSection()
@@ -56,6 +59,10 @@ class RunConfig(Section):
     sft: SftConfig | None = None
     eval: EvalConfig | None = None
     """Evaluations while it trains; None: none."""
+    hardware: PlanHardware = PlanHardware()
+    """What the run is planned for; only `palestra plan` and the rules that a run is held to read it."""
+    workload: PlanWorkload = PlanWorkload()
+    """What its rollouts are like; read as `[hardware]` is."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Passed to megatron-core's TransformerConfig untouched, after its names were checked."""
     sglang: dict[str, Any] = Field(default_factory=dict)
@@ -92,25 +99,9 @@ class RunConfig(Section):
             raise ValueError(f"eval.max_response leaves no room for a prompt in {self.rollout.context_len} tokens")
 
     def _carries_over(self) -> None:
-        """A bound above what a synchronous run needs, and something that is carried over, ask for each other."""
-        sync, bound = self.schedule.kind == "sync", self.schedule.max_staleness
-        if self.algo.min_group > self.algo.group_size:
-            raise ValueError(
-                f"algo.min_group ({self.algo.min_group}) is more than algo.group_size ({self.algo.group_size}): no group would be trained"
-            )
-        if self.algo.oversample > 1 and not sync:
-            raise ValueError(
-                f"algo.oversample: with schedule.kind = {self.schedule.kind!r} the staleness bound says what is under way"
-            )
-        if sync and self.algo.oversample > 1 and not bound:
-            raise ValueError(
-                "algo.oversample needs schedule.max_staleness of at least 1: the surplus is trained a step later"
-            )
-        if sync and bound is not None and self.algo.oversample == 1 and self.schedule.partial == "off":
-            raise ValueError(
-                "schedule.max_staleness: this synchronous run carries nothing over (no schedule.partial, no algo.oversample); remove "
-                "it, or use async"
-            )
+        """What groups and the surplus of a step ask of the schedule."""
+        refuse(group_findings(self.algo.min_group, self.algo.group_size))
+        refuse(carrying_findings(self.schedule, self.algo.oversample))
 
     @property
     def folder(self) -> Path:
@@ -121,7 +112,7 @@ class RunConfig(Section):
 class ServeConfig(Section):
     """The whole file of a service without a trainer."""
 
-    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "sandbox"})
+    not_built: ClassVar[frozenset[str]] = frozenset({"hardware", "placement", "sandbox", "workload"})
     model: ModelConfig
     run: FolderSection = FolderSection()
     rollout: EngineSection = EngineSection()
@@ -206,6 +197,15 @@ def load_as(form: type[C], path: Path | None, overrides: Sequence[str] = ()) -> 
     Raises:
         ConfigError: everything that is wrong with it.
     """
+    return check_as(form, read_tables(path, overrides), "arguments" if path is None else str(path))
+
+
+def read_tables(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a file, with overrides, unchecked. Without a file all is given by overrides.
+
+    Raises:
+        ConfigError: it cannot be read, is no TOML, or an override has another form.
+    """
     try:
         data = {} if path is None else tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -214,7 +214,7 @@ def load_as(form: type[C], path: Path | None, overrides: Sequence[str] = ()) -> 
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for override in overrides:
         _apply(data, override)
-    return check_as(form, data, "arguments" if path is None else str(path))
+    return data
 
 
 def check_as(form: type[C], data: Mapping[str, Any], where: str) -> C:

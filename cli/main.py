@@ -11,6 +11,7 @@ from importlib.metadata import version
 VERBS = {
     "train": "run a training job: engine, service, environment worker and trainer",
     "serve": "serve a model to agents of any kind and keep their tokens, without a trainer",
+    "plan": "check a run before paying for it: memory, times, what speaks against it; export what starts it",
     "eval": "play an environment with any OpenAI-compatible model and score it; show and compare evaluations",
     "env": "make, list, try, check and serve environments",
     "retriever": "serve a search index to agents and trainers over HTTP",

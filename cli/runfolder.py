@@ -42,15 +42,14 @@ MAY_CHANGE = frozenset(
         "env.concurrency",
     }
 )
-"""Keys that a resumed run may have another value of; besides them all of `[eval]`, since an evaluation changes no training."""
+"""Keys that a resumed run may have another value of."""
+MAY_CHANGE_TABLES = frozenset({"eval", "hardware", "workload"})
+"""Tables of which it may have all otherwise: an evaluation changes no training, and the others only tell the planner."""
 
 
 def may_change(key: str) -> bool:
     """Whether a resumed run may have another value of this key."""
-    return key in MAY_CHANGE or key.split(".")[0] == "eval"
-
-
-"""Fields that a resumed run may have otherwise."""
+    return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE_TABLES
 
 
 SERVICE_KEEPS = frozenset({"model.path", "rollout.context_len"})

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from palestra.cli.config import ConfigError, RunConfig, load_config
+from palestra.cli.config import ConfigError, RunConfig, check_config, read_tables
 from palestra.cli.launch.local import LocalLauncher
 from palestra.cli.launch.types import LaunchError
+from palestra.cli.planner.types import Severity
+from palestra.cli.preflight import keep, lines, preflight
 from palestra.cli.progress import Progress, summary
 from palestra.cli.runfolder import prepare, resolve_model
 from palestra.cli.supervisor import Supervisor
@@ -42,9 +44,15 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"unexpected {bad[0]!r}; overrides look like --table.key=value")
     console = Console(stderr=False, soft_wrap=True)
     try:
-        config = load_config(options.config, overrides)
+        tables = read_tables(options.config, overrides)
+        config = check_config(tables, str(options.config))
         check_inputs(config)
-        folder = prepare(config, resolve_model(config.model, console), options.resume)
+        model = resolve_model(config.model, console)
+        report = preflight(tables, model, str(options.config))
+        folder = prepare(config, model, options.resume)
+        keep(folder, report)
+        for line in lines(report.of(Severity.WARNING)):
+            console.print(f"warning {line}", highlight=False)
         if options.resume:
             settle_evaluations(folder, console)
     except (ConfigError, EnvError, TaskError, EvaluatingError) as error:

@@ -5,12 +5,14 @@ In: the section. Out: a backend that was started and holds what is required, and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from palestra.envs.config import Section
+from palestra.envs.findings import Finding, RefusedError, Severity
 from palestra.sandbox.choose import choose, make
 from palestra.sandbox.pool import Pool
 from palestra.sandbox.types import MIB, Backend, BoxSpec, Limits, Mount, SandboxUnavailableError
@@ -18,6 +20,19 @@ from palestra.sandbox.types import MIB, Backend, BoxSpec, Limits, Mount, Sandbox
 Promise = Literal["files", "network", "processes", "memory", "pids", "disk", "syscalls", "cpu"]
 """A field of `sandbox.types.Enforced`."""
 _USUAL = Limits()
+USUAL_BOXES = 8
+
+
+def refusals(backend: str, boxes: int, i_understand: bool) -> Iterator[Finding]:
+    """What no run may ask of its boxes: none at all (P902), or, without a word on it, code of models with all rights of the user (P905)."""
+    if boxes < 1:
+        message = f"sandbox.boxes is {boxes}: an episode that runs code would wait for a box in vain"
+        fix = "give as many as a group has rollouts"
+        yield Finding("P902", Severity.ERROR, "sandbox.boxes", message, fix)
+    if backend == "unsafe_subprocess" and not i_understand:
+        message = 'sandbox.backend = "unsafe_subprocess" runs code of models with all rights of this user'
+        fix = "if this machine is itself the sandbox, say so: sandbox.i_understand = true"
+        yield Finding("P905", Severity.ERROR, "sandbox.backend", message, fix, {"sandbox.backend": "auto"})
 
 
 class SandboxConfig(Section):
@@ -28,7 +43,7 @@ class SandboxConfig(Section):
     backend: Literal["auto", "bubblewrap", "docker", "landlock", "remote", "unsafe_subprocess"] = "auto"
     """`auto`: the first of bubblewrap, docker and landlock that works here and holds what `require` names. `remote`: boxes of `hosts`.
     `unsafe_subprocess`: no sandbox at all."""
-    boxes: int = Field(8, ge=1)
+    boxes: int = USUAL_BOXES
     """Most boxes at a time: used, kept ready, being made or destroyed."""
     warm: int | None = Field(None, ge=0)
     """Boxes that are kept ready; None: a few."""
@@ -98,11 +113,8 @@ class SandboxConfig(Section):
                 raise ValueError(f'sandbox.{name} needs sandbox.backend = "docker"')
         if self.backend == "remote" and not self.hosts:
             raise ValueError('sandbox.backend = "remote" needs sandbox.hosts')
-        if self.backend == "unsafe_subprocess" and not self.i_understand:
-            raise ValueError(
-                'sandbox.backend = "unsafe_subprocess" runs code of models with all rights of this user; if this machine is itself '
-                "the sandbox, say so: sandbox.i_understand = true"
-            )
+        for found in refusals(self.backend, self.boxes, self.i_understand):
+            raise RefusedError(found)
         spec_of(self)
         return self
 

@@ -9,7 +9,24 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from palestra.envs.config import Section
+from palestra.server.enginerules import (
+    experts_dropped,
+    idle_fields,
+    no_router,
+    not_default,
+    split_sizes,
+    two_sources,
+)
 from palestra.server.listen import LOOPBACK
+from palestra.server.schedulerules import (
+    bound,
+    bound_findings,
+    budget_findings,
+    least_findings,
+    publish_steps,
+    refuse,
+    sharing_findings,
+)
 from palestra.server.types import PublishMode
 
 ENTRY = r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$"
@@ -24,40 +41,29 @@ class PdSection(Section):
     decode_gpus: int = Field(ge=1)
     prefill_gpus_per_engine: int = Field(1, ge=1)
     decode_gpus_per_engine: int = Field(1, ge=1)
-    transfer: Literal["mooncake", "nixl"] = "mooncake"
-    """How the cache travels from one to the other."""
+    transfer: Literal["mooncake", "nixl", "mori", "ascend", "mooncake_tcp"] = "mooncake"
+    """How the cache travels from one to the other: over RDMA, but for mooncake_tcp."""
     ib_device: str | None = None
     """Network device of the transfer; None: the engine's own choice."""
 
     @model_validator(mode="after")
     def _whole(self) -> PdSection:
-        for kind in ("prefill", "decode"):
-            gpus, each = getattr(self, f"{kind}_gpus"), getattr(self, f"{kind}_gpus_per_engine")
-            if gpus % each:
-                raise ValueError(f"rollout.pd: {gpus} {kind}_gpus are no multiple of {kind}_gpus_per_engine {each}")
+        prefill, decode = self.prefill_gpus_per_engine, self.decode_gpus_per_engine
+        refuse(split_sizes(prefill=(self.prefill_gpus, prefill), decode=(self.decode_gpus, decode)))
         return self
-
-
-ONLY_SGLANG = (
-    "engines", "gpus_per_engine", "ep", "dp", "dp_attention", "mem_fraction", "kv_dtype", "ssm_dtype", "state_ratio",
-    "state_slots_pin", "state_strategy", "prefix_cache", "attention_backend", "deterministic", "hicache", "hicache_ratio",
-    "pd", "router", "router_policy", "topology", "urls", "router_url", "agents", "agent_token_file", "environment", "device",
-)  # fmt: skip
-"""Fields of `[rollout]` that the embedded engine has no use for."""
-ONLY_EMBEDDED = ("threads", "forced_ids")
 
 
 class EngineSection(Section):
     """`[rollout]` of any run: the engine that samples."""
 
     table: ClassVar[str] = "rollout"
-    not_built: ClassVar[frozenset[str]] = frozenset(["weight_dtype", "conv_dtype", "draft_tokens", "memory_saver"])
+    not_built: ClassVar[frozenset[str]] = frozenset(["draft_tokens", "memory_saver"])
     engine: Literal["embedded", "sglang"] = "embedded"
     """embedded: a process of ours on transformers; sglang: real SGLang engines, started by us or given by their URLs."""
     context_len: int = Field(2048, ge=32)
     """Window of the engine: prompt and reply, tokens."""
-    max_running: int = Field(64, ge=1)
-    """Requests that an engine decodes at a time."""
+    max_running: int | None = Field(None, ge=1)
+    """Requests that an engine decodes at a time; None: 64 of the embedded engine and of SGLang on a CPU, SGLang's own choice on a GPU."""
     max_total_tokens: int | None = Field(None, ge=256)
     """Tokens that an engine's cache holds; None: 32,768 of the embedded engine, what fits into its memory of SGLang."""
     page_size: int | None = Field(None, ge=1)
@@ -93,10 +99,15 @@ class EngineSection(Section):
     """Attention by data parallel ranks, experts by all."""
     mem_fraction: float | None = Field(None, ge=0.1, le=0.97)
     """Share of the device's memory for weights and cache; None: 0.85 on a GPU, 0.1 of the host's memory on a CPU."""
+    weight_dtype: Literal["bf16", "fp32", "fp8"] | None = None
+    """What engines compute with. fp8: their folder is block-quantised (`palestra convert`, weights.engine_model). None: what the folder
+    says, and fp32 on a CPU."""
     kv_dtype: Literal["auto", "bf16", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """What keys and values are kept in."""
     ssm_dtype: Literal["default", "fp32", "bf16"] = "default"
     """What the states of linear attention are kept in."""
+    conv_dtype: Literal["bf16", "fp32"] = "bf16"
+    """What the inputs of its short convolution are kept in."""
     state_ratio: float | None = Field(None, gt=0)
     """Memory for states against memory for keys and values, of models with linear attention."""
     state_slots_pin: int | None = Field(None, ge=1)
@@ -125,27 +136,28 @@ class EngineSection(Section):
 
     @model_validator(mode="after")
     def _of_this_engine(self) -> EngineSection:
-        idle = ONLY_SGLANG if self.engine == "embedded" else ONLY_EMBEDDED
-        other = "sglang" if self.engine == "embedded" else "embedded"
-        for name in idle:
-            if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f'rollout.{name} needs rollout.engine = "{other}"')
-        if self.topology is not None:
-            for name in ("engines", "gpus_per_engine", "pd", "urls"):
-                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(f"rollout.{name} and rollout.topology both say which engines there are; give one")
+        defaults = {
+            name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
+        }
+        values = {name: getattr(self, name) for name in defaults}
+        refuse(idle_fields(self.engine, {name: values[name] for name in self.model_fields_set}, defaults))
+        sources = not_default(values, defaults, ("engines", "gpus_per_engine", "pd", "urls"))
+        refuse(
+            two_sources(
+                sources, topology=self.topology is not None, split=self.pd is not None, external=bool(self.urls)
+            )
+        )
         if self.router_url is not None and not self.urls:
             raise ValueError("rollout.router_url is of engines that run already: rollout.urls must name them")
-        if self.router == "none" and (self.engines > 1 or len(self.urls) > 1 or self.pd is not None):
-            raise ValueError('rollout.router = "none" is for one engine')
-        if self.routed_experts and self.engine == "sglang" and self.router == "sglang-router" and self.routed:
-            raise ValueError(
-                'rollout.routed_experts: sglang-router drops return_routed_experts from requests; use router = "smg", or one engine '
-                'with router = "none"'
-            )
+        refuse(no_router(self.router, max(self.engines, len(self.urls)), self.pd is not None))
+        if self.routed_experts and self.engine == "sglang":
+            refuse(experts_dropped(self.router, self.routed))
         return self
+
+    @property
+    def running(self) -> int:
+        """Requests of an engine at a time, as far as the configuration tells."""
+        return 64 if self.max_running is None else self.max_running
 
     @property
     def routed(self) -> bool:
@@ -231,34 +243,12 @@ class ScheduleConfig(UpdateSection):
 
     @model_validator(mode="after")
     def _bound(self) -> ScheduleConfig:
-        if self.kind == "async" and self.max_staleness is None:
-            raise ValueError("schedule.max_staleness must be given when schedule.kind is async")
-        if self.kind == "one_step_off" and self.max_staleness is not None:
-            raise ValueError(
-                "schedule.max_staleness follows from schedule.kind = 'one_step_off' and schedule.publish_every; remove it, or use async"
-            )
-        budgets = [
-            name for name in ("generation_budget_s", "generation_budget_tokens") if getattr(self, name) is not None
-        ]
-        if self.partial == "resume" and not budgets:
-            raise ValueError(
-                'schedule.partial = "resume" needs schedule.generation_budget_s or generation_budget_tokens: when to take what is ready'
-            )
-        if self.partial == "resume" and self.kind == "sync" and not self.max_staleness:
-            raise ValueError(
-                'schedule.partial = "resume" needs schedule.max_staleness of at least 1: what is carried over is a train step older'
-            )
-        if self.partial == "off" and (budgets or self.partial_old_tokens == "mask"):
-            raise ValueError(f'schedule.{(budgets or ["partial_old_tokens"])[0]} needs schedule.partial = "resume"')
-        if self.colocated and self.kind != "sync":
-            raise ValueError(
-                'schedule.colocated needs schedule.kind = "sync": devices that are shared cannot do both at once'
-            )
+        refuse([*bound_findings(self), *budget_findings(self), *sharing_findings(self)])
         return self
 
     def publish_steps(self, updates_per_batch: int) -> int:
         """Train steps between publishes."""
-        return -(-self.publish_every // updates_per_batch)
+        return publish_steps(self.publish_every, updates_per_batch)
 
     def ahead(self, updates_per_batch: int) -> int:
         """Batches beyond the next one that may be generated under one publish: a sync run generates what it trains until the next."""
@@ -268,16 +258,10 @@ class ScheduleConfig(UpdateSection):
         """The bound in force, train steps.
 
         Raises:
-            ValueError: it is too small for the steps between two publishes: the run would wait for itself.
+            RefusedError: it is too small for the steps between two publishes: the run would wait for itself.
         """
-        least = self.publish_steps(updates_per_batch) - 1
-        bound = {"one_step_off": least + 1}.get(self.kind, least if self.max_staleness is None else self.max_staleness)
-        if bound < least:
-            raise ValueError(
-                f"schedule.max_staleness ({bound}) is less than the {least} train steps that pass without a publish "
-                f"(schedule.publish_every = {self.publish_every})"
-            )
-        return bound
+        refuse(least_findings(self, updates_per_batch))
+        return bound(self, updates_per_batch)
 
 
 class ServeSection(Section):

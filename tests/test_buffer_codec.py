@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palestra.server.buffer.checksum import checksum
 from palestra.server.buffer.codec import check_bytes, decode_group, encode_group, join_blobs, split_blobs
 from palestra.server.types import (
     SampleError,
@@ -92,10 +92,24 @@ def test_a_newer_format_says_so() -> None:
 
 def test_nonsense_with_a_right_checksum_is_a_store_error() -> None:
     blob = bytearray(encode_group(group("g")))
-    blob[12:16] = b"\xff" * 4
-    blob[4:8] = zlib.crc32(blob[8:]).to_bytes(4, "little")
-    with pytest.raises(StoreError, match="damaged group"):
+    blob[16:20] = b"\xff" * 4
+    size = int.from_bytes(blob[4:8], "little")
+    blob[8:16] = checksum(memoryview(blob)[16:], size).to_bytes(8, "little")
+    with pytest.raises(StoreError, match=r"damaged group: (?!the checksum)"):
         decode_group(bytes(blob))
+
+
+def test_a_checksum_notices_words_that_change_places_within_a_block_and_blocks_that_do() -> None:
+    words = np.random.Generator(np.random.PCG64(1)).integers(0, 2**63, 3 * 8_192, dtype=np.uint64)
+    seen = {checksum(words.tobytes(), 5), checksum(words.tobytes(), 6), checksum(words[:-1].tobytes(), 5)}
+    swapped = words.copy()
+    swapped[[7, 8]] = swapped[[8, 7]]
+    blocks = words.reshape(3, -1)[[1, 0, 2]]
+    seen |= {checksum(swapped.tobytes(), 5), checksum(blocks.tobytes(), 5)}
+    assert len(seen) == 5
+    assert checksum(b"", 5) == 5
+    with pytest.raises(ValueError, match="whole number of words"):
+        checksum(b"seven b", 0)
 
 
 def test_packing_is_smaller_than_the_arrays() -> None:

@@ -20,7 +20,7 @@ from palestra.server.config import EngineSection
 MODEL = Path("/m")
 START = "/env/bin/python -m sglang.launch_server --model-path /m"
 GPU = "--mem-fraction-static 0.85 --log-level-http warning"
-SIZES = "--context-length 2048 --max-running-requests 64"
+SIZES = "--context-length 2048"
 EXAMPLE = """
 models:
   - name: policy
@@ -52,7 +52,7 @@ def test_one_engine_on_a_cpu() -> None:
     assert lines([engine]) == [
         f"engine-0 [] {START} --host 127.0.0.1 --port 30000 --device cpu --enable-metrics --dtype float32"
         " --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule --sleep-on-idle --watchdog-timeout 600"
-        f" --mem-fraction-static 0.1 --log-level-http warning {SIZES} --max-total-tokens 8192 --weight-version 0"
+        f" --mem-fraction-static 0.1 --max-running-requests 64 --log-level-http warning {SIZES} --max-total-tokens 8192 --weight-version 0"
     ]
     assert (engine.url, engine.kind, engine.node) == ("http://127.0.0.1:30000", "regular", 0)
     assert engine.env["SGLANG_USE_CPU_ENGINE"] == "1"

@@ -28,7 +28,7 @@ sglang:
 """
 SHARED = {"mem_fraction_static": 0.85, "context_length": 12288}
 GROUPS = (EngineGroup("prefill", 1, 2, SHARED), EngineGroup("decode", 3, 2, SHARED))
-BASE = {"context_length": 2048, "max_running_requests": 64}
+BASE = {"context_length": 2048}
 
 
 def rollout(**fields: Any) -> EngineSection:
@@ -55,6 +55,8 @@ def test_both_forms_of_a_file_mean_the_same(tmp_path: Path, text: str) -> None:
         ({"mem_fraction": 0.8, "max_total_tokens": 4096, "page_size": 16}, {
             "max_total_tokens": 4096, "page_size": 16, "mem_fraction_static": 0.8,
         }),
+        ({"weight_dtype": "bf16", "max_running": 7}, {"dtype": "bfloat16", "max_running_requests": 7}),
+        ({"weight_dtype": "fp8"}, {}),
         ({"kv_dtype": "fp8_e4m3", "ssm_dtype": "fp32"}, {"kv_cache_dtype": "fp8_e4m3", "mamba_ssm_dtype": "float32"}),
         ({"ssm_dtype": "bf16", "state_ratio": 0.5}, {"mamba_ssm_dtype": "bfloat16", "mamba_full_memory_ratio": 0.5}),
         ({"state_slots_pin": 9, "state_strategy": "no_buffer"}, {
@@ -73,6 +75,11 @@ def test_every_field_becomes_an_option_and_defaults_become_none(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     assert options_of(rollout(**fields)) == {**BASE, **options}
+
+
+def test_what_has_no_option_is_said_in_the_environment() -> None:
+    (group,) = of_config(rollout(conv_dtype="fp32")).groups
+    assert (group.options, group.env) == (BASE, {"SGLANG_MAMBA_CONV_DTYPE": "float32"})
 
 
 def test_engines_of_the_configuration() -> None:

@@ -6,6 +6,7 @@ before anything starts. Looks into the engines' environment; starts nothing and 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def assemble(
     urls = tuple(url.rstrip("/") for url in rollout.urls)
     if urls:
         return _in_front(rollout, urls, router, places)
+    check_precision(rollout, model)
     environment = find(rollout.environment, rollout.device)
     fields = known(environment, "sglang")
     check(sglang, "sglang", fields)
@@ -91,6 +93,27 @@ def assemble(
     )
     in_front = _router(rollout, engines, (), environment, router, places, ports) if rollout.routed else None
     return Assembly(tuple(engines), in_front, (), environment.device)
+
+
+def check_precision(rollout: EngineSection, model: Path) -> None:
+    """Holds `rollout.weight_dtype` to what the folder has: quantised weights stay what they are, and others are not quantised by an engine.
+
+    Raises:
+        EngineSetupError: the two differ.
+    """
+    try:
+        quantised = "quantization_config" in json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # a folder that cannot be read is the engine's to refuse, with the reason
+    if rollout.weight_dtype == "fp8" and not quantised:
+        raise EngineSetupError(
+            f'rollout.weight_dtype = "fp8", and {model} is not quantised: make a folder with `palestra convert` and name it as '
+            "weights.engine_model (of a service: model.path)"
+        )
+    if rollout.weight_dtype in ("bf16", "fp32") and quantised:
+        raise EngineSetupError(
+            f'rollout.weight_dtype = "{rollout.weight_dtype}", and {model} is quantised: leave it out'
+        )
 
 
 def _in_front(rollout: EngineSection, urls: tuple[str, ...], router: Mapping[str, object], places: Places) -> Assembly:

@@ -31,6 +31,8 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
         # A long prompt on few cores takes longer than the usual 300 s.
         "watchdog_timeout": 600,
         "mem_fraction_static": 0.1,
+        # As many as the memory of the host had room for would be thousands.
+        "max_running_requests": 64,
     },
     "cuda": {"mem_fraction_static": 0.85},
 }
@@ -205,7 +207,7 @@ class _Engine:
         visible: Sequence[str],
     ) -> EngineCommand:
         """The whole command of one of its nodes."""
-        env, node = python_env(environment), self.place.node + rank
+        env, node = {**python_env(environment), **self.group.env}, self.place.node + rank
         if environment.device == "cuda":
             gpus = [str(gpu) for gpu in self.place.gpus]
             if visible and node == 0:

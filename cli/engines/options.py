@@ -25,6 +25,7 @@ DECIDED = {
     "max_total_tokens": "rollout.max_total_tokens",
     "page_size": "rollout.page_size",
     "mem_fraction_static": "rollout.mem_fraction",
+    "dtype": "rollout.weight_dtype",
     "kv_cache_dtype": "rollout.kv_dtype",
     "mamba_ssm_dtype": "rollout.ssm_dtype",
     "mamba_full_memory_ratio": "rollout.state_ratio",

@@ -38,7 +38,11 @@ FIELDS: dict[str, tuple[str, type, str]] = {
     "policy": ("router_policy", str, "how the router chooses; consistent_hashing unless given"),
     "topology": ("topology", str, "a YAML file with groups of engines"),
     "context-len": ("context_len", int, "prompt and reply together, tokens; the model's own window unless given"),
-    "max-running": ("max_running", int, "requests that an engine decodes at a time; 64 unless given"),
+    "max-running": (
+        "max_running",
+        int,
+        "requests that an engine decodes at a time; the engine's own choice unless given",
+    ),
     "max-total-tokens": ("max_total_tokens", int, "tokens that an engine's cache holds; what fits unless given"),
     "mem-fraction": ("mem_fraction", float, "share of the device's memory for weights and cache"),
     "device": ("device", str, "cpu or cuda; what the environment is made for unless given"),

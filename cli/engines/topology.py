@@ -13,14 +13,16 @@ The second is slime's, so that its files can be carried over. `overrides` of a g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
+from palestra.cli.engines import rules
 from palestra.cli.engines.types import EngineGroup, EngineSetupError, Topology, WorkerType
+from palestra.envs.findings import Finding
 from palestra.server.config import EngineSection
 
 KINDS: tuple[WorkerType, ...] = ("regular", "prefill", "decode")
@@ -35,8 +37,6 @@ FORMS = {
     ),
 }
 """Key at the top of a file -> key of a model's groups, and what a group's keys mean."""
-DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
-"""Attention backends of SGLang 0.5.23 whose results do not depend on the batch."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -58,10 +58,8 @@ def of_config(rollout: EngineSection, gpus_per_node: int = 8) -> Topology:
         groups = (EngineGroup("regular", rollout.engines, rollout.gpus_per_engine, options),)
     else:
         pd = rollout.pd
-        if rollout.engines > 1 or rollout.gpus_per_engine > 1:
-            raise EngineSetupError(
-                "rollout.pd says how many engines there are; leave rollout.engines and gpus_per_engine out"
-            )
+        sizes = (pd.prefill_gpus_per_engine, pd.decode_gpus_per_engine)
+        _refuse(rules.beside_split(rollout.engines, rollout.gpus_per_engine, sizes))
         transfer = {"disaggregation_transfer_backend": pd.transfer, "disaggregation_ib_device": pd.ib_device}
         options |= {name: value for name, value in transfer.items() if value is not None}
         groups = (
@@ -78,9 +76,14 @@ def of_config(rollout: EngineSection, gpus_per_node: int = 8) -> Topology:
                 _for_kind(options, "decode", True),
             ),
         )
-    topology = Topology(groups, gpus_per_node)
+    topology = Topology(tuple(replace(group, env=env_of(rollout)) for group in groups), gpus_per_node)
     check(topology, "rollout")
     return topology
+
+
+def env_of(rollout: EngineSection) -> dict[str, str]:
+    """What SGLang takes from its environment alone. Its own default of the convolution's inputs is bfloat16."""
+    return {"SGLANG_MAMBA_CONV_DTYPE": DTYPES["fp32"]} if rollout.conv_dtype == "fp32" else {}
 
 
 def options_of(rollout: EngineSection) -> dict[str, object]:
@@ -89,14 +92,9 @@ def options_of(rollout: EngineSection) -> dict[str, object]:
     Raises:
         EngineSetupError: two fields contradict each other.
     """
-    if rollout.dp > 1 and not rollout.dp_attention:
-        raise EngineSetupError(
-            "rollout.dp without rollout.dp_attention would be copies of the engine: that is rollout.engines"
-        )
-    if rollout.hicache and not rollout.prefix_cache:
-        raise EngineSetupError("rollout.hicache is a second prefix cache: it needs rollout.prefix_cache = true")
-    if rollout.state_ratio is not None and rollout.state_slots_pin is not None:
-        raise EngineSetupError("rollout.state_ratio and rollout.state_slots_pin both size the states; give one")
+    _refuse(rules.copies(rollout.dp, rollout.dp_attention))
+    _refuse(rules.second_cache(rollout.hicache, rollout.prefix_cache))
+    _refuse(rules.sized_twice(rollout.state_ratio is not None, rollout.state_slots_pin is not None))
     ratio = type(rollout).model_fields["hicache_ratio"].default
     asked: dict[str, object] = {
         "context_length": rollout.context_len,
@@ -106,6 +104,8 @@ def options_of(rollout: EngineSection) -> dict[str, object]:
         "mem_fraction_static": rollout.mem_fraction,
         "ep_size": rollout.ep if rollout.ep > 1 else None,
         "attn_dp_size": rollout.dp if rollout.dp > 1 else None,
+        # A block-quantised folder says by itself that it is one.
+        "dtype": DTYPES.get(rollout.weight_dtype or ""),
         "kv_cache_dtype": rollout.kv_dtype if rollout.kv_dtype != "auto" else None,
         "mamba_ssm_dtype": DTYPES.get(rollout.ssm_dtype),
         "mamba_full_memory_ratio": rollout.state_ratio,
@@ -154,33 +154,30 @@ def check(topology: Topology, where: str) -> None:
     Raises:
         EngineSetupError: it breaks a rule; `where` begins the message.
     """
-    kinds = {group.kind for group in topology.groups}
-    if kinds - {"regular"} and kinds != {"prefill", "decode"}:
-        have = " and ".join(sorted(kinds))
-        raise EngineSetupError(f"{where}: prefill and decode engines need each other and stand alone, there are {have}")
+    _refuse(rules.mixed({group.kind for group in topology.groups}), where)
     for index, group in enumerate(topology.groups):
         _check_group(group, topology.gpus_per_node, f"{where}, group {index} ({group.kind})")
 
 
 def _check_group(group: EngineGroup, gpus_per_node: int, where: str) -> None:
     size, options = group.gpus_per_engine, group.options
-    if size > gpus_per_node and size % gpus_per_node:
-        raise EngineSetupError(
-            f"{where}: an engine of {size} GPUs needs whole nodes, and a node has {gpus_per_node}; take a multiple of that"
-        )
-    for name, meaning in (("ep_size", "expert parallel"), ("attn_dp_size", "data parallel attention")):
-        ways = options.get(name, 1)
-        if not isinstance(ways, int) or ways < 1 or size % ways:
-            raise EngineSetupError(f"{where}: {meaning} size {ways} does not divide an engine's {size} GPUs")
-    if group.kind == "decode" and options.get("enable_hierarchical_cache"):
-        raise EngineSetupError(
-            f"{where}: a hierarchical cache belongs to prefill engines; decode engines keep no prefixes"
-        )
-    backend = options.get("attention_backend")
-    if options.get("enable_deterministic_inference") and backend is not None and backend not in DETERMINISTIC:
-        raise EngineSetupError(
-            f"{where}: {backend} is not deterministic; attention_backend may be {', '.join(DETERMINISTIC)}"
-        )
+    deterministic = bool(options.get("enable_deterministic_inference"))
+    _refuse(rules.whole_nodes(size, gpus_per_node), where)
+    _refuse(rules.expert_ranks(size, options.get("ep_size", 1)), where)
+    _refuse(rules.data_ranks(size, options.get("attn_dp_size", 1)), where)
+    _refuse(rules.decode_cache(group.kind == "decode" and bool(options.get("enable_hierarchical_cache"))), where)
+    _refuse(rules.deterministic_backend(deterministic, options.get("attention_backend")), where)
+
+
+def _refuse(findings: Iterator[Finding], where: str = "") -> None:
+    """Raises the first of them as what it is here; `where` begins the message.
+
+    Raises:
+        EngineSetupError: there is one.
+    """
+    for finding in findings:
+        message = f"{finding.message}; {finding.fix}" if finding.fix else finding.message
+        raise EngineSetupError(f"{where}: {message}" if where else message)
 
 
 def _for_kind(options: Mapping[str, object], kind: WorkerType, split: bool) -> dict[str, object]:

@@ -36,6 +36,8 @@ class EngineGroup:
     """Tensor parallel size (times pipeline size, which is 1)."""
     options: Mapping[str, object] = field(default_factory=dict)
     """SGLang's options by their field names (`mem_fraction_static`), as they go on the command line."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of SGLang's, for what has no option."""
 
 
 @dataclass(frozen=True, slots=True)

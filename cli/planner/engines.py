@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from palestra.cli.planner.memory import EnginePool, engine_pool, engine_weights
@@ -27,6 +27,8 @@ class EngineShape:
     """Of one engine; 1 without GPUs."""
     attention_tp: int
     """Over how many ranks attention is spread."""
+    replicas: int
+    """Copies of attention, each with its share of the requests and a cache of its own (dp_attention)."""
     kv_bytes: int
     """F2, per token and GPU."""
     slot_bytes: int
@@ -38,6 +40,18 @@ class EngineShape:
     kv_bits: int
     pool: EnginePool | None
     """None: the device's memory is unknown, or it is the host's."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit into all caches of one engine; 0 where that is unknown."""
+        return self.pool.kv_tokens * self.replicas if self.pool else 0
+
+    @property
+    def max_running(self) -> int | None:
+        """Requests that the states of one engine let run; None: they bind nothing, or it is unknown."""
+        if self.pool is None or self.pool.max_running is None:
+            return None
+        return self.pool.max_running * self.replicas
 
 
 def engine_shapes(case: Case) -> tuple[EngineShape, ...]:
@@ -54,7 +68,12 @@ def engine_shapes(case: Case) -> tuple[EngineShape, ...]:
             _shape(case, "decode", pd.decode_gpus // pd.decode_gpus_per_engine, pd.decode_gpus_per_engine),
         )
     count = rollout.engines or case.rollout_gpus // rollout.gpus_per_engine
-    return (_shape(case, "regular", max(1, count), rollout.gpus_per_engine),)
+    return (_shape(case, "regular", count, rollout.gpus_per_engine),)
+
+
+def engine_of(case: Case, kind: str) -> EngineShape | None:
+    """The engines of a kind."""
+    return next((each for each in case.engines if each.kind == kind), None)
 
 
 def mem_fraction(case: Case) -> float:
@@ -69,7 +88,8 @@ def weight_dtype(case: Case) -> str:
 
 def _shape(case: Case, kind: Literal["regular", "prefill", "decode"], count: int, gpus: int) -> EngineShape:
     rollout, model = case.input.rollout, case.model
-    tp = max(1, gpus // rollout.dp) if rollout.dp_attention else gpus
+    replicas = min(rollout.dp, gpus) if rollout.dp_attention else 1
+    tp = gpus // replicas
     dtype = weight_dtype(case)
     bits = 32 if rollout.kv_dtype == "auto" and dtype == "fp32" else BITS[rollout.kv_dtype]
     kv = kv_token_bytes(model, tp, bits)
@@ -81,8 +101,7 @@ def _shape(case: Case, kind: Literal["regular", "prefill", "decode"], count: int
         model,
         gpus=gpus,
         ep=rollout.ep,
-        dp=rollout.dp,
-        dp_attention=rollout.dp_attention,
+        replicas=replicas,
         weight_bytes=WEIGHT_BYTES[dtype],
     )
     fraction = mem_fraction(case)
@@ -90,7 +109,6 @@ def _shape(case: Case, kind: Literal["regular", "prefill", "decode"], count: int
     pool = None
     if memory:
         pool = engine_pool(
-            model,
             memory_bytes=memory,
             fraction=fraction,
             weights=weights,
@@ -100,4 +118,8 @@ def _shape(case: Case, kind: Literal["regular", "prefill", "decode"], count: int
             slots_per_request=slots,
             pinned_slots=rollout.state_slots_pin,
         )
-    return EngineShape(kind, count, gpus, tp, kv, slot, slots, fraction, WEIGHT_BYTES[dtype], bits, pool)
+        if rollout.max_total_tokens is not None:
+            pool = replace(pool, kv_tokens=min(pool.kv_tokens, rollout.max_total_tokens))
+    return EngineShape(
+        kind, max(1, count), gpus, tp, replicas, kv, slot, slots, fraction, WEIGHT_BYTES[dtype], bits, pool
+    )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import inf
 
-from palestra.cli.planner.model import kv_token_bytes, parameters
+from palestra.cli.planner.model import attention_total, kv_token_bytes, parameters
 from palestra.trainer.layout.types import ModelDims
 
 DECODE_EFFICIENCY = 0.6
 """Share of the roofline that decoding reaches. A guess."""
+TCP_SHARE = 0.1
+"""What is left of a network card without RDMA. A guess."""
 MFU_DENSE, MFU_MOE = 0.35, 0.20
 """Shares of the peak that training reaches. Guesses."""
 
 
 def experts_touched(experts: int, topk: int, batch: float) -> float:
     """F7: experts of a layer that a batch of tokens goes to, on average, where each is as likely."""
-    return experts * (1 - (1 - topk / experts) ** batch) if experts else 0.0
+    return experts * (1 - (1 - min(1.0, topk / experts)) ** batch) if experts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,18 @@ def decode_step(
     weight_bytes: float = 2.0,
     kv_bits: int = 16,
     attention_tp: int | None = None,
+    replicas: int = 1,
 ) -> DecodeStep:
-    """F7: weights that are touched and caches of the batch are read once; each token is multiplied with its active parameters."""
+    """F7: weights that are touched and caches of the batch are read once; each token is multiplied with its active parameters.
+
+    `replicas`: copies of attention in the engine, each with its share of the batch and a cache of its own.
+    """
     counted = parameters(model)
     touched = experts_touched(model.experts, model.topk, batch) / model.experts if model.experts else 0.0
     looked_up = 0 if model.tied else model.vocab * model.hidden
-    weights = (counted.dense - looked_up + counted.routed * touched) * weight_bytes / gpus
-    cache = batch * context * kv_token_bytes(model, attention_tp or gpus, kv_bits)
+    copied = (replicas - 1) * attention_total(model)
+    weights = (counted.dense - looked_up + copied + counted.routed * touched) * weight_bytes / gpus
+    cache = max(1.0, batch / replicas) * context * kv_token_bytes(model, attention_tp or gpus, kv_bits)
     return DecodeStep((weights + cache) / hbm, 2 * counted.active * batch / (gpus * flops))
 
 
@@ -157,6 +164,14 @@ def pd_rate(
     return min(prefill * prefill_rate, decode * decode_rate, kv_bandwidth / kv_bytes)
 
 
+def balanced_share(first_s: float, first: int, second_s: float, second: int) -> float:
+    """F10: share of all GPUs for the first of two phases so that both take as long, where each is as fast as it has GPUs.
+
+    `first_s` is what it takes with `first` GPUs, `second_s` with `second`.
+    """
+    return first_s * first / (first_s * first + second_s * second)
+
+
 def best_split(engines: int, prefill_rate: float, decode_rate: float) -> tuple[int, float]:
     """F12: how many of `engines` should prefill, and the requests per second that then pass."""
     rates = {each: min(each * prefill_rate, (engines - each) * decode_rate) for each in range(1, max(2, engines))}
@@ -200,7 +215,7 @@ class TurnPrefix:
         return 1 - self.new_tokens / self.prompt_tokens
 
 
-def turn_prefix(prompt: int, assistant: float, observation: float, turns: int) -> TurnPrefix:
+def turn_prefix(prompt: float, assistant: float, observation: float, turns: float) -> TurnPrefix:
     """F14."""
     whole = turns * prompt + (assistant + observation) * turns * (turns - 1) / 2
     return TurnPrefix(whole, prompt + (turns - 1) * observation)
@@ -212,15 +227,10 @@ def zero_variance(success: float, group: int) -> float:
 
 
 def groups_to_submit(groups: int, wasted: float) -> float:
-    """F15: groups to play for `groups` that teach something."""
-    return groups / (1 - wasted)
+    """F15: groups to play for `groups` that teach something; infinite where none does."""
+    return groups / (1 - wasted) if wasted < 1 else inf
 
 
 def boxes_needed(episodes_per_s: float, create_s: float, busy_s: float, destroy_s: float) -> float:
     """F16: boxes in use at a time, by Little's law."""
     return episodes_per_s * (create_s + busy_s + destroy_s)
-
-
-def waves(items: float, at_once: float) -> int:
-    """How many times `at_once` are needed for `items`."""
-    return max(1, ceil(items / at_once))

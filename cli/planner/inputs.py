@@ -36,8 +36,10 @@ from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainCon
 NOT_BUILT = "not built: "
 UNREAD = ("P001", "P002", "P003", "P004", "P005")
 """Findings after which there is nothing that rules could be asked about."""
-RULED = ("schedule.deadline_s",)
+RULED = ("schedule.deadline_s", "algo.temperature")
 """Fields whose ranges a rule holds to, under a code of its own."""
+SMALLEST, LARGEST = 1e-9, 1e18
+"""Of numbers in a file, zero apart."""
 PASSED = ("megatron", "sglang", "router")
 """Tables that go to the upstreams as they are."""
 
@@ -126,7 +128,21 @@ def _split(table: str, values: Mapping[str, Any], findings: list[Finding]) -> tu
     for key in [key for key in rest if key not in names]:
         findings.append(_unknown(f"{table}.{key}", names, table))
         del rest[key]
-    return (None if ours is None else mine), rest
+    return (None if ours is None else _within_reason(table, mine, findings)), rest
+
+
+def _within_reason(table: str, values: Mapping[str, Any], findings: list[Finding]) -> dict[str, Any]:
+    """The values without numbers that no machine has and that arithmetic would stumble over: they become findings."""
+    found = dict(values)
+    for key, value in values.items():
+        path = f"{table}.{key}"
+        if isinstance(value, Mapping):
+            found[key] = _within_reason(path, value, findings)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and path not in RULED:
+            if value and not SMALLEST <= abs(value) <= LARGEST:
+                findings.append(_bad(path, f"{path} = {repr(value)[:20]} is beyond reason"))
+                del found[key]
+    return found
 
 
 def section_of(table: str) -> type[Section] | None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from palestra.cli.planner.model import (
-    attention_parameters,
-    linear_parameters,
+    attention_total,
     parameters,
     routed_parameters,
 )
@@ -25,6 +24,9 @@ FRAGMENTATION = 1.05
 """What the allocator takes for what is asked. A guess."""
 IMBALANCE = 1.2
 """Tokens of the busiest expert rank against the mean. A guess."""
+
+UNBOUNDED = 2**53
+"""Tokens of a cache that needs no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +104,12 @@ def training_state(
 
 def _dense_parameters(model: ModelDims, layout: Layout, stage: int, layers: int, dense_layers: int) -> float:
     moe_layers = layers - dense_layers
-    if model.linear_layers:
-        both = attention_parameters(model) * model.attn_layers + linear_parameters(model) * model.linear_layers
-        attention = both / model.layers
-    else:
-        attention = attention_parameters(model)
     sharded = (
-        layers * attention
+        layers * attention_total(model) / model.layers
         + dense_layers * 3 * model.hidden * model.ffn
         + moe_layers * 3 * model.hidden * model.shared_ffn
     )
-    router = model.hidden * model.experts + (model.experts if model.expert_bias else 0)
+    router = model.hidden * (model.experts + model.shared_gate) + (model.experts if model.expert_bias else 0)
     last = stage == layout.pp - 1
     replicated = (model.hidden if last else 0) + 2 * model.hidden * layers + moe_layers * router
     table = padded_vocab(model, layout.tp) * model.hidden
@@ -191,7 +188,7 @@ def activations(
     whole = (layers - dense_layers) * moe + dense_layers * dense
     one = max(moe, dense if dense_layers else 0)
     full = recompute == "full"
-    kept = 2 * model.hidden / layout.tp * layers if full else whole
+    kept = 2 * model.hidden / (layout.tp if sp else 1) * layers if full else whole
     if layout.pp == 1:
         flying: float = 1
     elif layout.vpp > 1:
@@ -214,27 +211,21 @@ class EnginePool:
     rest: float
     """Bytes for caches; negative where weights alone are too many."""
     kv_tokens: int
-    """Tokens that fit at a time, of the whole engine."""
+    """Tokens that fit at a time: of the whole engine, but where attention is copied (`EngineShape.kv_tokens`)."""
     state_slots: int = 0
     """Of linear attention; 0: the model has none."""
     max_running: int | None = None
     """Requests that the slots let run; None: slots bind nothing."""
 
 
-def engine_weights(
-    model: ModelDims, *, gpus: int, ep: int = 1, dp: int = 1, dp_attention: bool = False, weight_bytes: float = 2.0
-) -> float:
-    """F6: bytes of weights on one GPU of an engine."""
+def engine_weights(model: ModelDims, *, gpus: int, ep: int = 1, replicas: int = 1, weight_bytes: float = 2.0) -> float:
+    """F6: bytes of weights on one GPU of an engine with `replicas` copies of attention."""
     counted = parameters(model)
-    dense: float = counted.dense
-    if dp_attention:
-        each = attention_parameters(model) * model.attn_layers + linear_parameters(model) * model.linear_layers
-        dense += each * (dp - 1)
+    dense = counted.dense + attention_total(model) * (replicas - 1)
     return (dense / gpus + counted.routed / max(gpus, ep)) * weight_bytes
 
 
 def engine_pool(
-    model: ModelDims,
     *,
     memory_bytes: float,
     fraction: float,
@@ -247,21 +238,41 @@ def engine_pool(
 ) -> EnginePool:
     """F6: what is left for caches, and how many tokens and requests that is."""
     rest = fraction * memory_bytes - weights
-    if not slot_bytes:
-        return EnginePool(weights, rest, max(0, int(rest // kv_bytes)))
     states = pinned_slots * slot_bytes if pinned_slots else rest * ratio / (1 + ratio)
+    if not slot_bytes:
+        states = 0
+    # A model that keeps nothing per token has room for any number of them.
+    tokens = max(0, int((rest - states) // kv_bytes)) if kv_bytes > 0 else UNBOUNDED
+    if not slot_bytes:
+        return EnginePool(weights, rest, tokens)
     slots = max(0, int(states // slot_bytes))
-    return EnginePool(weights, rest, max(0, int((rest - states) // kv_bytes)), slots, slots // slots_per_request)
+    return EnginePool(weights, rest, tokens, slots, slots // slots_per_request)
 
 
 def balanced_ratio(slot_bytes: int, kv_bytes: int, context: float, slots_per_request: int = 5, draft: int = 0) -> float:
-    """F6: memory for states against memory for keys and values at which both run out together."""
+    """F6: memory for states against memory for keys and values at which both run out together.
+
+    Raises:
+        ValueError: nothing is kept per token.
+    """
+    if kv_bytes * context <= 0:
+        raise ValueError("a model that keeps nothing per token has no balanced ratio")
     return (slots_per_request + draft) * slot_bytes / (kv_bytes * context)
+
+
+def cached_bytes(tokens: float, kv_bytes: float, slots: float = 0, slot_bytes: float = 0) -> float:
+    """F6: of `tokens` in the cache and `slots` states. A narrower type of keys and values makes only the first term smaller."""
+    return tokens * kv_bytes + slots * slot_bytes
 
 
 def checkpoint_bytes(model: ModelDims, per_parameter: int = 14) -> int:
     """F17: of one checkpoint: weights in 16 bits, and three fp32 numbers of the optimizer."""
     return parameters(model).total * per_parameter
+
+
+def kept_checkpoint_bytes(one: float, keep: int) -> float:
+    """F17: on disk at most: a new one is there before the oldest goes."""
+    return one * (keep + 1)
 
 
 def record_bytes_per_token(model: ModelDims, routed_experts: bool = False) -> int:

@@ -63,6 +63,11 @@ def linear_parameters(model: ModelDims) -> int:
     )
 
 
+def attention_total(model: ModelDims) -> int:
+    """Of all layers' attention, of both kinds."""
+    return model.attn_layers * attention_parameters(model) + model.linear_layers * linear_parameters(model)
+
+
 def routed_parameters(model: ModelDims) -> int:
     """Of all routed experts of one layer."""
     return model.experts * 3 * model.hidden * model.moe_ffn
@@ -81,12 +86,7 @@ def unrouted_parameters(model: ModelDims) -> int:
 def parameters(model: ModelDims) -> Parameters:
     """F1: how many parameters a model has."""
     hidden, moe = model.hidden, model.moe_layers
-    body = (
-        model.attn_layers * attention_parameters(model)
-        + model.linear_layers * linear_parameters(model)
-        + 2 * hidden * model.layers
-        + hidden
-    )
+    body = attention_total(model) + 2 * hidden * model.layers + hidden
     mlp = (model.layers - moe) * 3 * hidden * model.ffn + moe * (routed_parameters(model) + unrouted_parameters(model))
     embedding = model.vocab * hidden * (1 if model.tied else 2)
     total = body + mlp + embedding

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from palestra.cli.planner.boxes import backend_of
 from palestra.cli.planner.case import Case
 from palestra.cli.planner.engines import mem_fraction, weight_dtype
 from palestra.cli.planner.inputs import PlanInput
 from palestra.cli.planner.workload import transport
+from palestra.server.enginerules import ONLY_SGLANG
 
 
 def resolve(case: Case, kept: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -17,16 +19,27 @@ def resolve(case: Case, kept: Mapping[str, Any]) -> tuple[Mapping[str, Any], tup
     `kept`: tables and fields that only a run reads; they stay as they are.
     """
     tables: dict[str, Any] = case.input.model_dump(mode="json", exclude_none=True)
+    # What rollouts are like is either said or not known: a default that is written out would read like a statement.
+    tables["workload"] = case.input.workload.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    for name in _idle(case) - case.input.rollout.model_fields_set:
+        tables["rollout"].pop(name, None)
     derived = []
     for path, value in _derived(case):
         table, _, key = path.partition(".")
-        if key not in tables[table] and value is not None:
+        if key not in tables[table] and value is not None and not (table == "rollout" and key in _idle(case)):
             tables[table][key] = value
             derived.append(path)
     for table, values in kept.items():
         tables[table] = {**tables.get(table, {}), **values} if isinstance(values, Mapping) else values
     order = [*PlanInput.model_fields, *(name for name in tables if name not in PlanInput.model_fields)]
     return {name: tables[name] for name in order if tables.get(name) not in (None, {})}, tuple(derived)
+
+
+def _idle(case: Case) -> set[str]:
+    """Fields of `[rollout]` that this case's engines have no use for: a run refuses them."""
+    rollout = case.input.rollout
+    idle = set(ONLY_SGLANG) if rollout.engine == "embedded" else set()
+    return idle | ({"state_ratio"} if rollout.state_slots_pin is not None else set())
 
 
 def _derived(case: Case) -> Iterator[tuple[str, Any]]:
@@ -46,6 +59,8 @@ def _derived(case: Case) -> Iterator[tuple[str, Any]]:
     if not case.on_cpu and case.engines:
         yield "rollout.mem_fraction", mem_fraction(case)
     yield "algo.max_context", case.max_context
-    yield "algo.ratio_correction", case.ratio_correction
+    # What is left out and what is "none" are the same, and a run refuses the bounds of a correction that is named as none.
+    yield "algo.ratio_correction", None if case.ratio_correction == "none" else case.ratio_correction
     yield "schedule.publish_every", case.publish_every
     yield "weights.transport", transport(case)
+    yield "sandbox.backend", backend_of(case)

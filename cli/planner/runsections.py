@@ -7,7 +7,19 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from palestra.envs.config import Section
-from palestra.server.config import PdSection
+
+
+class PlanPd(Section):
+    """`[rollout.pd]`: prompts are computed by some engines and completions by others."""
+
+    table: ClassVar[str] = "rollout.pd"
+    prefill_gpus: int = Field(ge=1)
+    decode_gpus: int = Field(ge=1)
+    prefill_gpus_per_engine: int = Field(1, ge=1)
+    decode_gpus_per_engine: int = Field(1, ge=1)
+    transfer: Literal["mooncake", "nixl", "mori", "ascend", "mooncake_tcp", "fake"] = "mooncake"
+    """How caches travel from one to the other."""
+    ib_device: str | None = None
 
 
 class PlanRollout(Section):
@@ -42,16 +54,24 @@ class PlanRollout(Section):
     hicache: bool = False
     hicache_ratio: float | None = Field(None, gt=0)
     """None: 2, or less where the host has not so much."""
-    pd: PdSection | None = None
+    hicache_on: Literal["prefill", "decode", "all"] = "prefill"
+    """Which engines have a second cache where prompts and completions are apart; ours that compute prompts."""
+    pd: PlanPd | None = None
     router: Literal["sglang-router", "smg", "none"] = "sglang-router"
     router_policy: Literal["cache_aware", "consistent_hashing", "round_robin", "manual", "random", "power_of_two"] = (
         "consistent_hashing"
     )
     routing_key: bool = True
     """Whether requests carry their group's id for the router; ours always do."""
+    stock_router: bool = False
+    """Whether the router is started by its own command line, `python -m sglang_router.launch_router`, in place of ours."""
     memory_saver: bool | None = None
     """None: where the rollout is offloaded."""
     urls: list[str] = Field(default_factory=list)
+    agents: dict[str, str] = Field(default_factory=dict)
+    """Engine's URL -> URL of the host agent that puts its deltas together."""
+    partial_ids: bool = True
+    """Whether an aborted request is answered with what it had sampled; by the embedded engine and SGLang it is."""
     flush_on_publish: bool = True
     """Whether caches are flushed, or salted, when weights change; ours always are."""
     quantised_checkpoint: bool = False
@@ -65,6 +85,8 @@ class PlanAlgo(Section):
     table: ClassVar[str] = "algo"
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=1)
+    min_group: int = Field(1, ge=1)
+    """Rollouts with a reward that a group needs to be trained."""
     updates_per_batch: int = Field(1, ge=1)
     global_batch: int | None = Field(None, ge=1)
     """Rollouts of one optimizer step; None: groups_per_step * group_size / updates_per_batch."""
@@ -77,10 +99,17 @@ class PlanAlgo(Section):
     max_observation: int = Field(0, ge=0)
     max_context: int | None = Field(None, ge=1)
     """None: the engine's window."""
-    estimator: Literal["grpo", "rloo", "reinforce", "gspo", "ppo"] = "grpo"
+    estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "gspo", "ppo"
+    ] = "grpo"
     std_normalise: bool = True
+    advantage: str | None = None
+    """A user's own in place of the estimator."""
+    turn_discount: float | None = Field(None, gt=0, le=1)
+    reduction: Literal["rollout_mean", "token_mean", "prompt_mean", "constant"] = "rollout_mean"
+    reduction_tokens: int | None = Field(None, ge=1)
     kl_coef: float = Field(0.0, ge=0)
-    ratio_correction: Literal["none", "tis", "mask", "seq_mask"] | None = None
+    ratio_correction: Literal["none", "tis", "mask", "seq_mask", "seq_tis", "seq_mis", "geo_mask"] | None = None
     """None: tis where tokens may be older than the weights that they train."""
     clip_low: float | None = Field(0.2, ge=0)
     clip_high: float | None = Field(0.2, ge=0)
@@ -109,6 +138,7 @@ class PlanSchedule(Section):
     max_in_flight: int | None = Field(None, ge=1)
     publish_every: int | None = Field(None, ge=1)
     """Optimizer steps; None: one batch's."""
+    too_old: Literal["drop", "mask"] = "drop"
     partial: Literal["off", "resume"] = "off"
     partial_old_tokens: Literal["train", "mask"] = "train"
     generation_budget_s: float | None = Field(None, gt=0)
@@ -130,6 +160,10 @@ class PlanWeights(Section):
     local_dir: str | None = None
     agents: bool = True
     """Delta: whether a host agent puts deltas together on the engines' hosts; a stock engine cannot."""
+    routable: bool = True
+    """Whether engines that run elsewhere can join the trainer's NCCL group: GPUs of the same vendor, addresses that both sides reach."""
+    bracketed: bool = True
+    """Whether updates go between begin_weight_update and end_weight_update; ours always do."""
     bucket_bytes: int = Field(512 * 2**20, ge=1)
     t0_s: float = Field(1.0, ge=0)
     """Fixed cost of a publish, seconds."""
@@ -186,14 +220,17 @@ class PlanSandbox(Section):
     """`[sandbox]`: boxes for code that a model wrote."""
 
     table: ClassVar[str] = "sandbox"
-    backend: Literal["none", "auto", "bubblewrap", "docker", "landlock", "remote", "unsafe_subprocess"] = "none"
+    backend: Literal["none", "auto", "bubblewrap", "docker", "landlock", "remote", "unsafe_subprocess"] | None = None
+    """None: auto where the table says anything, else none."""
     boxes: int | None = Field(None, ge=0)
     per_episode: bool = True
     create_s: float | None = Field(None, ge=0)
     busy_s: float | None = Field(None, ge=0)
-    """None: the tools' time of an episode."""
+    """Of an episode's own box. None: from its first tool call to its end."""
     destroy_s: float | None = Field(None, ge=0)
     memory_bytes: int = Field(256 * 2**20, ge=1)
+    total_memory_bytes: int | None = Field(None, ge=1)
+    """Of all boxes together; None: all of them at their limits."""
     pids: int | None = Field(None, ge=1)
     fresh_grader: bool = True
     network: str = "none"

@@ -124,6 +124,7 @@ class PlanTrain(Section):
     """`[train]`: layout and precision of training."""
 
     table: ClassVar[str] = "train"
+    backend: Literal["megatron", "fsdp"] = "megatron"
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)
     vpp: int = Field(1, ge=1)

@@ -44,7 +44,7 @@ def embedded(context: RoleContext) -> int:
         model_path=str(context.model),
         num_threads=rollout.threads,
         context_length=rollout.context_len,
-        max_running=rollout.max_running,
+        max_running=rollout.running,
         page_size=rollout.page_size or 16,
         max_total_tokens=rollout.max_total_tokens or 32_768,
         allow_forced_ids=rollout.forced_ids,

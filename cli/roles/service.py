@@ -102,7 +102,7 @@ def _of_training(context: RoleContext, config: RunConfig) -> ServiceSettings:
         deadline_s=config.schedule.deadline_s,
         tasks=tasks,
         open_buffer=lambda folder: buffer_of(config, folder),
-        places=rollout.max_running * max(1, rollout.engines, len(rollout.urls)),
+        places=rollout.running * max(1, rollout.engines, len(rollout.urls)),
     )
 
 

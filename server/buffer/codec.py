@@ -1,6 +1,6 @@
 """A `TrajectoryGroup` as bytes, for segment files and for HTTP, packed by structure.
 
-In: a group. Out: `magic, version, crc32, header length | msgpack header | arrays (packing.py), each padded to 8 bytes`.
+In: a group. Out: `magic, version, header length, checksum | msgpack header | arrays (packing.py), each padded to 8 bytes`.
 Nothing is waited for.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
+from palestra.server.buffer.checksum import checksum
 from palestra.server.buffer.packing import Cursor, PackedRow, SpreadRow, pack, padding, unpack
 from palestra.server.types import (
     SampleError,
@@ -25,10 +25,9 @@ from palestra.server.types import (
 )
 
 MAGIC = b"PLG"
-VERSION = 1
-_HEAD = struct.Struct("<3sBII")
-"""magic, version, crc32 of all that follows these first 8 bytes, length of the msgpack header."""
-_COVERED = 8
+VERSION = 2
+_HEAD = struct.Struct("<3sBIQ")
+"""magic, version, length of the msgpack header, checksum of that length and all that follows."""
 _SIZE = struct.Struct("<Q")
 
 
@@ -75,10 +74,8 @@ def encode_group(group: TrajectoryGroup) -> bytes:
     except UnicodeEncodeError as error:
         raise SampleError(f"group {group.group_id!r}: a name in it is no valid text: {error}") from error
     parts = [head, padding(_HEAD.size + len(head)), *(part for arrays in packed for part in arrays.parts())]
-    crc = zlib.crc32(struct.pack("<I", len(head)))
-    for part in parts:  # so that the arrays are copied once, by the join
-        crc = zlib.crc32(part, crc)
-    return b"".join((_HEAD.pack(MAGIC, VERSION, crc, len(head)), *parts))
+    body = b"".join(parts)
+    return _HEAD.pack(MAGIC, VERSION, len(head), checksum(body, len(head))) + body
 
 
 def check_bytes(blob: bytes) -> None:
@@ -87,12 +84,13 @@ def check_bytes(blob: bytes) -> None:
     """
     if len(blob) < _HEAD.size:
         raise StoreError(f"{len(blob)} bytes are too few for a group")
-    magic, version, crc, _ = _HEAD.unpack_from(blob)
+    magic, version, size, wanted = _HEAD.unpack_from(blob)
     if magic != MAGIC:
         raise StoreError("no group starts here")
-    if version > VERSION:
-        raise StoreError(f"a group of format {version}, this palestra knows formats up to {VERSION}; use a newer one")
-    if zlib.crc32(memoryview(blob)[_COVERED:]) != crc:
+    if version != VERSION:
+        use = "a newer" if version > VERSION else "an older"
+        raise StoreError(f"a group of format {version}, this palestra knows format {VERSION}; use {use} one")
+    if len(blob) % 8 or checksum(memoryview(blob)[_HEAD.size :], size) != wanted:
         raise StoreError("a damaged group: the checksum differs")
 
 
@@ -104,7 +102,7 @@ def decode_group(blob: bytes, *, ours: bool = False) -> TrajectoryGroup:
         StoreError: the bytes are damaged or of a newer format.
     """
     check_bytes(blob)
-    size = _HEAD.unpack_from(blob)[3]
+    size = _HEAD.unpack_from(blob)[2]
     try:
         header = _decode_header(memoryview(blob)[_HEAD.size : _HEAD.size + size])
         cursor = Cursor(blob, _HEAD.size + size)

@@ -69,12 +69,12 @@ class ModelDims:
     @property
     def attn_layers(self) -> int:
         """Layers with a cache of keys and values."""
-        return self.layers - self.linear_layers
+        return max(0, self.layers - self.linear_layers)
 
     @property
     def moe_layers(self) -> int:
         """Layers with routed experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+        return max(0, self.layers - self.dense_layers) if self.experts else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +120,5 @@ def stage_layers(layers: int, pp: int, first: int | None = None, last: int | Non
     if rest < 0 or (middle == 0 and rest) or (middle and rest % middle) or (middle and rest == 0):
         return None
     ends = ((first,) if first is not None else ()), ((last,) if last is not None else ())
-    return (*ends[0], *([rest // middle] * middle), *ends[1])
+    between = [rest // middle] * middle if middle else []
+    return (*ends[0], *between, *ends[1])

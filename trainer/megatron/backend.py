@@ -125,7 +125,7 @@ class MegatronBackend:
         picked = model(
             token_ids=put(packed.token_ids),
             positions=put(packed.positions),
-            visible=None if packed.visible is None else put(packed.visible)[None, None],
+            visible=None if packed.visible is None else _added(put(packed.visible))[None, None],
             predictors=put(predictors),
             targets=put(batch.token_ids[rows, columns]),
             temperature=put(batch.temperature[rows]),
@@ -199,6 +199,12 @@ class MegatronBackend:
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names and shapes, in a stable order."""
         yield from convert.export(self._parameters(), self.arch)
+
+
+def _added(visible: torch.Tensor) -> torch.Tensor:
+    """Who sees whom, as numbers that are added to attention's scores: 0 or -inf. Made of truth values they would be made once a layer, and
+    each layer's copy kept for the backward pass."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def _loss_of(

@@ -1,0 +1,1 @@
+"""What `palestra plan` reads and writes; the plan itself is made in `cli/planner/`."""
