@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from palestra.envs.config import Section
 from palestra.server.enginerules import (
@@ -99,7 +99,7 @@ class EngineSection(Section):
     """Attention by data parallel ranks, experts by all."""
     mem_fraction: float | None = Field(None, ge=0.1, le=0.97)
     """Share of the device's memory for weights and cache; None: 0.85 on a GPU, 0.1 of the host's memory on a CPU."""
-    weight_dtype: Literal["bf16", "fp32", "fp8"] | None = None
+    weight_dtype: Literal["bf16", "fp32", "fp8", "int4"] | None = None
     """What engines compute with. fp8: their folder is block-quantised (`palestra convert`, weights.engine_model). None: what the folder
     says, and fp32 on a CPU."""
     kv_dtype: Literal["auto", "bf16", "fp8_e4m3", "fp8_e5m2"] = "auto"
@@ -133,6 +133,13 @@ class EngineSection(Section):
     """How the router chooses. With consistent_hashing and manual all turns of a group go to one engine."""
     routed_experts: bool = False
     """Whether the engine reports the experts of every token (routing replay)."""
+
+    @field_validator("weight_dtype")
+    @classmethod
+    def _precision(cls, value: str | None) -> str | None:
+        if value == "int4":
+            raise ValueError("not built: rollout.weight_dtype = 'int4'; use 'bf16', 'fp32' or 'fp8'")
+        return value
 
     @model_validator(mode="after")
     def _of_this_engine(self) -> EngineSection:

@@ -46,6 +46,7 @@ MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calcu
             },
             "no multiple",
         ),
+        ({"rollout": {"engine": "sglang", "weight_dtype": "int4"}}, "not built: rollout.weight_dtype = 'int4'"),
         ({"rollout": {"engines": 2}}, 'rollout.engines needs rollout.engine = "sglang"'),
         ({"rollout": {"engine": "sglang", "threads": 3}}, 'rollout.threads needs rollout.engine = "embedded"'),
         ({"rollout": {"engine": "sglang", "topology": "t.yaml", "engines": 2}}, "rollout.engines and rollout.topology"),
