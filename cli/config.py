@@ -75,6 +75,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
         check_passed(self.rollout, self.sglang, self.router)
+        if self.megatron and self.train.backend != "megatron":
+            raise ValueError(f'[megatron] needs train.backend = "megatron", not {self.train.backend!r}')
         self.schedule.staleness(self.algo.updates_per_batch)
         self._carries_over()
         self._evaluates()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.config import ConfigError
-from palestra.cli.planner.huggingface import dims_of_config
+from palestra.cli.planner.huggingface import UnknownModelError, dims_of_config
 from palestra.cli.planner.plain import dumped, plain
 from palestra.cli.planner.plan import plan
 from palestra.cli.planner.types import Finding, PlanReport, Severity
@@ -20,8 +20,13 @@ from palestra.cli.roles.context import write_atomically
 NAME = "plan.json"
 
 
-def preflight(tables: Mapping[str, Any], model: Path, where: str) -> PlanReport:
-    """The report of a run.
+class UnknownArchitectureError(ConfigError):
+    """A config.json whose dimensions the planner cannot read."""
+
+
+def preflight(tables: Mapping[str, Any], model: Path, where: str) -> PlanReport | None:
+    """The report of a run; None where the planner knows no such architecture and the file does not give its dimensions: the trainer then
+    says whether it can train it.
 
     Args:
         tables: of its file, with overrides.
@@ -31,7 +36,13 @@ def preflight(tables: Mapping[str, Any], model: Path, where: str) -> PlanReport:
     Raises:
         ConfigError: a line per error.
     """
-    report = plan(tables, dims_of_folder(model))
+    try:
+        dims = dims_of_folder(model)
+    except UnknownArchitectureError:
+        dims = None
+    report = plan(tables, dims)
+    if dims is None and {each.code for each in report.of(Severity.ERROR)} == {"P005"}:
+        return None
     if errors := report.of(Severity.ERROR):
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines(errors)))
     return report
@@ -55,6 +66,8 @@ def dims_of_file(path: Path) -> Mapping[str, Any]:
         return dims_of_config(config)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnknownModelError as error:
+        raise UnknownArchitectureError(f"{path}: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -64,6 +77,9 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     return [f"{each.code} {each.path}: {each.message}" + (f"; {each.fix}" if each.fix else "") for each in findings]
 
 
-def keep(folder: Path, report: PlanReport) -> None:
-    """Writes the report into a run's folder, over that of an earlier start."""
+def keep(folder: Path, report: PlanReport | None) -> list[str]:
+    """Writes the report into a run's folder, over that of an earlier start; what whoever starts the run should read."""
+    if report is None:
+        return ["not planned: the planner does not know the model's architecture"]
     write_atomically(folder / NAME, dumped(plain(report)))
+    return lines(report.of(Severity.WARNING))

@@ -35,6 +35,7 @@ from palestra.cli.sections import ModelConfig
 MAY_CHANGE = frozenset(
     {
         "run.steps",
+        "run.dump",
         "run.save_every",
         "run.keep_checkpoints",
         "run.start_deadline_s",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from palestra.envs.config import Section
 from palestra.server.config import EngineSection
@@ -94,6 +94,17 @@ class RunSection(FolderSection):
     """Train steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints that stay."""
+    mode: Literal["train", "rollout_only", "train_only"] = "train"
+    """rollout_only: plays as the schedule says and trains nothing; train_only: trains what another run dumped, without engines or service.
+    """
+    dump: Path | None = None
+    """A folder of claimed batches: train and rollout_only write them there, train_only reads them. None: none are kept."""
+
+    @model_validator(mode="after")
+    def _dumps(self) -> RunSection:
+        if self.mode != "train" and self.dump is None:
+            raise ValueError(f"run.mode = {self.mode!r} needs run.dump, the folder of its batches")
+        return self
 
 
 def check_passed(rollout: EngineSection, sglang: Mapping[str, Any], router: Mapping[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""`palestra train CONFIG.toml [--key.sub=value ...] [--resume]`: a training job on this machine.
+"""`palestra train CONFIG.toml [--key.sub=value ...] [--resume] [--rollout-only | --train-only | --replay DUMP]`: a training job on this
+machine.
 
 In: a configuration. Out: a run folder, progress on the console, and an exit status: 0 done, 1 the run cannot go on, 2 the configuration is
 wrong, 130 stopped by the user. The supervisor that this starts loads no torch.
@@ -16,11 +17,11 @@ from rich.console import Console
 from palestra.cli.config import ConfigError, RunConfig, check_config, read_tables
 from palestra.cli.launch.local import LocalLauncher
 from palestra.cli.launch.types import LaunchError
-from palestra.cli.planner.types import Severity
-from palestra.cli.preflight import keep, lines, preflight
+from palestra.cli.modes import add_flags, check_mode, overrides_of, supervisor_of
+from palestra.cli.preflight import keep, preflight
 from palestra.cli.progress import Progress, summary
+from palestra.cli.replay import replay_run
 from palestra.cli.runfolder import prepare, resolve_model
-from palestra.cli.supervisor import Supervisor
 from palestra.envs.registry import find_spec
 from palestra.envs.tasksources import read_any_tasks
 from palestra.envs.types import EnvError, TaskError
@@ -39,19 +40,24 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("config", type=Path, help="the run's TOML file")
     parser.add_argument("--resume", action="store_true", help="go on with the run in the same folder")
+    add_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     if bad := [word for word in overrides if not word.startswith("--") or "=" not in word]:
         parser.error(f"unexpected {bad[0]!r}; overrides look like --table.key=value")
+    if options.replay is not None and options.resume:
+        parser.error("--replay goes on with no run: leave out --resume")
     console = Console(stderr=False, soft_wrap=True)
     try:
-        tables = read_tables(options.config, overrides)
+        tables = read_tables(options.config, [*overrides, *overrides_of(options)])
         config = check_config(tables, str(options.config))
         check_inputs(config)
         model = resolve_model(config.model, console)
+        if options.replay is not None:
+            return replay_run(config, model, options.replay, console)
+        left_out = check_mode(config, options.resume)
         report = preflight(tables, model, str(options.config))
         folder = prepare(config, model, options.resume)
-        keep(folder, report)
-        for line in lines(report.of(Severity.WARNING)):
+        for line in [*keep(folder, report), *left_out]:
             console.print(f"warning {line}", highlight=False)
         if options.resume:
             settle_evaluations(folder, console)
@@ -66,11 +72,12 @@ def run(folder: Path, config: RunConfig, console: Console) -> int:
     console.print(f"run {folder}", highlight=False)
     try:
         with Progress(folder, config.run.steps, console) as progress:
-            status = Supervisor(folder, config, LocalLauncher(), progress).run()
+            status = supervisor_of(folder, config, LocalLauncher(), progress).run()
     except LaunchError as error:
         print(f"palestra train: {error}", file=sys.stderr)
         return 1
-    summary(folder, config.run.steps, console, over=status == 0)
+    if config.run.mode != "train_only":  # which has sampled nothing that a ledger could show
+        summary(folder, config.run.steps, console, over=status == 0)
     if status == 0:
         console.print(what_next(folder, config), highlight=False)
     return status
@@ -93,10 +100,15 @@ def what_next(folder: Path, config: RunConfig) -> str:
     """Commands that can be copied as they are: under the name that this one was started by, with paths as short as they come."""
     name = sys.argv[0] if Path(sys.argv[0]).name == "palestra" else "palestra"
     run = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    twice = f"  {name} train {run}/run.toml --resume --run.steps={2 * config.run.steps}   twice as many steps"
+    if config.run.mode == "train_only":
+        return f"\nWhat next:\n{twice}, where there are batches for them"
+    if config.run.mode == "rollout_only":
+        return f"\nWhat next:\n  {name} train CONFIG --train-only {config.run.dump} --run.name=NAME   trains on these batches"
     return (
         f"\nWhat next:\n  {name} inspect {run}             its groups and rollouts\n"
         f"  {name} inspect {run} g000000-0   one rollout, token by token\n"
-        f"  {name} train {run}/run.toml --resume --run.steps={2 * config.run.steps}   twice as many steps"
+        f"{twice}"
     )
 
 

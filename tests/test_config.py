@@ -56,6 +56,7 @@ MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calcu
             {"rollout": {"engine": "sglang", "engines": 2, "routed_experts": True}},
             "sglang-router drops return_routed_experts",
         ),
+        ({"train": {"backend": "fsdp"}, "megatron": {"x": 1}}, r'\[megatron\] needs train.backend = "megatron"'),
         ({"sglang": {"x": 1}}, "it needs rollout.engine = .sglang."),
         ({"router": {"x": 1}, "rollout": {"engine": "sglang"}}, "in front of several SGLang engines"),
         ({"weights": {"mode": "delta"}}, "rollout.urls and rollout.agents must name them"),
@@ -204,7 +205,6 @@ READ_INSIDE = {
 }
 # One value only: every other is refused by name, so there is nothing to consume.
 SINGLE = {
-    "algo.estimator",
     "optim.schedule",
     "version",
     "sandbox.network",

@@ -17,7 +17,7 @@ from tests.enginecases import OWN, case, codes, found, only
 
 
 def test_every_code_of_the_two_families_is_there() -> None:
-    named = {f"P3{number:02}" for number in range(1, 12)} | {f"P4{number:02}" for number in range(1, 36)}
+    named = {f"P3{number:02}" for number in range(1, 13)} | {f"P4{number:02}" for number in range(1, 36)}
     assert {rule.code for rule in OWN} == named
 
 

@@ -49,7 +49,7 @@ def test_a_run_s_section_refuses_with_the_words_of_the_plan(rollout: dict[str, A
 @pytest.mark.parametrize(
     ("rollout", "code"),
     [
-        ({"gpus_per_engine": 12}, "P308"),
+        ({"gpus_per_engine": 12}, "P312"),
         ({"gpus_per_engine": 4, "ep": 3}, "P405"),
         ({"dp": 2}, "P407"),
         ({"gpus_per_engine": 4, "dp": 3, "dp_attention": True}, "P407"),

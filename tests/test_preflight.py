@@ -10,7 +10,7 @@ import pytest
 
 from palestra.cli.config import ConfigError, check_config
 from palestra.cli.planner.types import Severity
-from palestra.cli.preflight import NAME, keep, lines, preflight
+from palestra.cli.preflight import NAME, dims_of_folder, keep, preflight
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -42,8 +42,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_plain_run_passes_without_a_warning_and_its_report_is_kept(folder: Path) -> None:
     report = preflight(PLAIN, folder, "run.toml")
+    assert report is not None
     assert (report.of(Severity.ERROR), report.of(Severity.WARNING), report.not_built) == ((), (), ())
-    keep(folder, report)
+    assert keep(folder, report) == []
     kept = json.loads((folder / NAME).read_text())
     assert {each["id"] for each in kept["quantities"]} >= {"model.parameters", "train.gpu_bytes"}
 
@@ -63,7 +64,7 @@ def test_what_a_plan_refuses_a_run_refuses(folder: Path, tables: dict[str, Any],
 
 def test_a_warning_is_a_line_and_stops_nothing(folder: Path) -> None:
     tables = {**PLAIN, "algo": {"max_response": 64}, "workload": {"response_p99": 64}}
-    warned = lines(preflight(tables, folder, "run.toml").of(Severity.WARNING))
+    warned = keep(folder, preflight(tables, folder, "run.toml"))
     assert len(warned) == 1
     assert warned[0].startswith("P713 algo.max_response: ")
 
@@ -71,7 +72,11 @@ def test_a_warning_is_a_line_and_stops_nothing(folder: Path) -> None:
 def test_a_model_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL | {"architectures": ["Odd"], "model_type": "odd"}))
     with pytest.raises(ConfigError, match=r"config\.json: .*odd"):
-        preflight(PLAIN, folder, "run.toml")
+        dims_of_folder(folder)
+    assert preflight(PLAIN, folder, "run.toml") is None, "the trainer says whether it can train it"
+    assert keep(folder, None) == ["not planned: the planner does not know the model's architecture"]
+    with pytest.raises(ConfigError, match=r"P001 algo\.groupsize"):
+        preflight({**PLAIN, "algo": {"groupsize": 2}}, folder, "run.toml")
     (folder / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="no JSON object"):
         preflight(PLAIN, folder, "run.toml")

@@ -25,7 +25,7 @@ OWN_SECTIONS = (TrainConfig, OptimConfig, AlgoConfig, WeightsConfig, SftConfig)
         (OptimConfig, {"betas": [0.9, 1.0]}, "must lie in"),
         (AlgoConfig, {"estimator": "ppo"}, "not built: algo.estimator = 'ppo'; use 'grpo'"),
         (AlgoConfig, {"top_p": 0.9, "min_p": 0.1}, "not built: algo.min_p, algo.top_p"),
-        (AlgoConfig, {"ratio_correction": "sequence"}, "'none', 'tis', 'mask' or 'seq_mask'"),
+        (AlgoConfig, {"ratio_correction": "sequence"}, "'none', 'tis', 'mask', 'seq_mask', 'seq_tis'"),
         (AlgoConfig, {"ratio_correction": "none", "ratio_clip": 3.0}, "algo.ratio_clip has no effect"),
         (AlgoConfig, {"ratio_correction": "tis", "sequence_clip": 1.2}, "algo.sequence_clip needs"),
         (AlgoConfig, {"ratio_clip": 1.0}, "greater than 1"),

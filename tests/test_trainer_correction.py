@@ -18,7 +18,7 @@ from palestra.trainer.staleness import age_metrics, age_weights
 from palestra.trainer.timing import StepClock
 from tests.test_trainer_math import policy_batch, row
 
-KINDS: tuple[Kind, ...] = ("tis", "mask", "seq_mask")
+KINDS: tuple[Kind, ...] = ("tis", "mask", "seq_mask", "seq_tis", "seq_mis", "geo_mask")
 RATIOS = [
     [0.25, 0.6, 1.0, 1.9, 4.0],
     [1.5, 1 / 1.5, 1.0, 3.0, 1 / 3.0],
@@ -29,9 +29,11 @@ RATIOS = [
 ON = torch.tensor([[True] * 5, [True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2])
 
 
-def corrected(kind: Kind, bound: float = 2.0) -> tuple[list[list[float]], dict[str, float]]:
+def corrected(
+    kind: Kind, bound: float = 2.0, *, floor: float | None = None, veto: float | None = None
+) -> tuple[list[list[float]], dict[str, float]]:
     old = torch.tensor(RATIOS, dtype=torch.float64).log() - 2
-    weights, sums = RatioCorrection(kind, bound, 1.1)(old, torch.full_like(old, -2.0), ON)
+    weights, sums = RatioCorrection(kind, bound, 1.1, floor, veto)(old, torch.full_like(old, -2.0), ON)
     trained = [
         [round(float(w), 6) for w, on in zip(*pair, strict=True) if on] for pair in zip(weights, ON, strict=True)
     ]
@@ -48,7 +50,15 @@ def test_truncated() -> None:
     ]
     total = 7.75 + (1.5 + 1 / 1.5 + 1 + 3 + 1 / 3) + 5.2 + 2.4
     assert sums == pytest.approx(
-        {"correction": total, "max_correction": 4.0, "correction_cut": 2, "correction_masked": 0}
+        {
+            "correction": total,
+            "max_correction": 4.0,
+            "correction_cut": 2,
+            "correction_masked": 0,
+            "correction_vetoed": 0,
+            "correction_weight": total - 3,
+            "correction_square": 0.0625 + 0.36 + 1 + 3.61 + 4 + 2.25 + 4 / 9 + 1 + 4 + 1 / 9 + 4 * 1.69 + 3 * 0.64,
+        }
     )
 
 
@@ -73,6 +83,45 @@ def test_rows_are_masked_by_their_geometric_mean() -> None:
         [0.0] * 3,
     ]
     assert (sums["correction_cut"], sums["correction_masked"]) == (9, 7)
+
+
+def test_rows_weigh_by_the_product_of_their_ratios() -> None:
+    """0.25 * 0.6 * 1.9 * 4 = 1.14; 1.5 / 1.5 * 3 / 3 = 1; 1.3 ** 4 = 2.8561, above the bound; 0.8 ** 3 = 0.512."""
+    weights, sums = corrected("seq_tis")
+    assert weights == [[1.14] * 5, [1.0] * 5, [2.0] * 4, [0.512] * 3]
+    assert (sums["correction_cut"], sums["correction_masked"]) == (4, 0)
+    weights, sums = corrected("seq_mis")
+    assert weights == [[1.14] * 5, [1.0] * 5, [0.0] * 4, [0.512] * 3]
+    assert (sums["correction_cut"], sums["correction_masked"]) == (4, 4)
+    weights, sums = corrected("seq_mis", 3.0, floor=0.6)
+    assert weights == [[1.14] * 5, [1.0] * 5, [2.8561] * 4, [0.0] * 3]
+    assert (sums["correction_cut"], sums["correction_masked"]) == (3, 3)
+
+
+def test_rows_left_out_by_their_geometric_mean_alone() -> None:
+    weights, sums = corrected("geo_mask")
+    assert weights == [[1.0] * 5, [1.0] * 5, [0.0] * 4, [0.0] * 3]
+    assert (sums["correction_cut"], sums["correction_masked"]) == (7, 7)
+    assert sums["correction_weight"] == sums["correction_square"] == 10
+
+
+def test_a_floor_of_its_own() -> None:
+    weights, _ = corrected("mask", floor=0.3)
+    assert weights[:2] == [[0.0, 0.6, 1.0, 1.9, 0.0], [1.5, 0.666667, 1.0, 0.0, 0.333333]]
+
+
+def test_one_token_vetoes_its_row() -> None:
+    """0.25 in the first row; what is not trained has no say, and the others are as they were."""
+    weights, sums = corrected("tis", veto=0.3)
+    assert weights == [[0.0] * 5, corrected("tis")[0][1], [1.3] * 4, [0.8] * 3]
+    assert (sums["correction_masked"], sums["correction_vetoed"]) == (5, 1)
+    assert sums["correction_cut"] == 6, "the five, and the 3.0 of the second row"
+    weights, sums = corrected("seq_mask", veto=0.79)
+    assert (sums["correction_vetoed"], weights[2:]) == (2, [[0.0] * 4, [0.0] * 3])
+    assert sums["correction_masked"] == 17
+    old = torch.tensor([[-400.0, -1.0]])
+    _, sums_ = RatioCorrection("tis", veto=1e-30)(old, torch.full_like(old, -1.0), torch.ones(1, 2, dtype=torch.bool))
+    assert int(sums_["correction_vetoed"]) == 1, "also below what ratios are bounded to"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +221,13 @@ def test_no_weight_is_above_the_bound_and_none_is_negative(kind: Kind, moved: li
     assert float(weights.min()) >= 0
     assert int((weights == 0).sum()) == int(sums["correction_masked"]) <= int(sums["correction_cut"])
     kept = weights != 0
-    torch.testing.assert_close(weights[kept], old.exp().clamp(max=bound)[kept])
+    if kind in ("seq_tis", "seq_mis"):
+        right = old.sum().clamp(-20, 20).exp().clamp(max=bound).expand_as(old)
+    elif kind == "geo_mask":
+        right = torch.ones_like(old)
+    else:
+        right = old.exp().clamp(max=bound)
+    torch.testing.assert_close(weights[kept], right[kept])
 
 
 def aged(name: str, spans: list[tuple[int, int, int]], length: int = 10, mask: tuple[int, ...] = ()) -> TrainingSample:

@@ -145,9 +145,21 @@ def test_step_records_come_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(back[0].policy_logprobs, [np.nan, np.nan, 2, 3])
     assert back[1].ref_logprobs is not None
     np.testing.assert_array_equal(back[1].ref_logprobs, [np.nan, 2, 3, 4])
+    assert all(r.advantage.tokens is None for r in back)
     write_step(tmp_path, 8, [])
     assert read_step(tmp_path, 8) == []
     assert sorted(path.name for path in (tmp_path / "steps").iterdir()) == ["7.json", "7.npz", "8.json", "8.npz"]
+
+
+def test_advantages_of_single_tokens_come_back_beside_those_of_whole_rows(tmp_path: Path) -> None:
+    turns = np.array([0, 0, 1, -1], dtype=np.float32)
+    advantages = [RowAdvantage("a", 0, 0.0, 0.5, 0.7, turns), RowAdvantage("b", 1, -0.5, 0.5, 0.7)]
+    samples = row("a", 2, 1.0, prompt=2), row("b", 3, 0.0, prompt=1, branch=1)
+    zeros = np.zeros(10, dtype=np.float32)
+    write_step(tmp_path, 7, [row_record(s, a, zeros, None) for s, a in zip(samples, advantages, strict=True)])
+    first, second = read_step(tmp_path, 7)
+    np.testing.assert_array_equal(first.advantage.tokens, turns)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(second.advantage.tokens, [-0.5] * 4)  # type: ignore[arg-type]
 
 
 def test_metrics_survive_half_a_line(tmp_path: Path) -> None:

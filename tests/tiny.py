@@ -112,3 +112,71 @@ def make_tiny_llama(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).float()
     model.save_pretrained(folder)
     return folder
+
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 4},
+    ),
+    "deepseek-plain": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+"""Name -> transformers' configuration, its model, and what is particular to it."""
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-3,  # that of the squeezed vectors is another one
+}
+"""Of both DeepSeek models."""
+
+
+def make_tiny_family(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """A random model of one of `FAMILIES` in Hugging Face form; returns `folder`.
+
+    Norms, biases and router biases are random too: as transformers makes them, they would hide a tensor that goes to the wrong place.
+    """
+    import torch
+    import transformers
+
+    config_name, model_name, particular = FAMILIES[family]
+    tokenizer = train_tokenizer()
+    save_tokenizer(tokenizer, folder)
+    settings: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_theta": 20000.0, "rope_type": "default"},
+        "initializer_range": 0.1,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        **(LATENT if family.startswith("deepseek") else {}),
+    }
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_name)(**{**settings, **particular, **overrides})
+    model = getattr(transformers, model_name)(config).float()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.ndim == 1:
+                tensor += 0.2 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return folder

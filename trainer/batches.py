@@ -1,8 +1,7 @@
 """From rows with advantages to micro-batches with normalised weights. Pure; numpy only.
 
-The loss of an optimizer step is the mean over rollouts of the mean over their trained tokens:
-L = 1/N sum_i 1/M_i sum_rows sum_t m * l, where M_i counts the trained tokens of rollout i over all of its rows.
-Length and forks of a rollout therefore do not change its say.
+The loss of an optimizer step is the sum over its rows and tokens of weight * l. Weights are those of a reduction (`reductions`), which
+counts the trained tokens of a rollout over all of its rows: forks of a rollout do not change its say.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import numpy as np
 
 from palestra.server.types import RenderedRow, TrainingSample
 from palestra.trainer.prefix import PrefixTree
+from palestra.trainer.reductions import Reduction, Share
 from palestra.trainer.types import F32, I64, MicroBatch, RowAdvantage, TrainerError
 
 
@@ -53,8 +53,14 @@ class Plan:
     """Rows without a trained token, or whose rollout has no reward."""
 
 
-def plan_updates(samples: Sequence[TrainingSample], advantages: Sequence[RowAdvantage | None], updates: int) -> Plan:
-    """Splits the batch's rollouts, each with all of its rows, over at most `updates` optimizer steps of about equal size.
+def plan_updates(
+    samples: Sequence[TrainingSample],
+    advantages: Sequence[RowAdvantage | None],
+    updates: int,
+    reduction: Reduction | None = None,
+) -> Plan:
+    """Splits the batch's rollouts, each with all of its rows, over at most `updates` optimizer steps of about equal size, and weighs their
+    tokens by `reduction`; None: the mean over rollouts of the mean over their tokens.
 
     Rollouts keep their order, so siblings stay together and share their prompt in the same step.
     """
@@ -66,7 +72,7 @@ def plan_updates(samples: Sequence[TrainingSample], advantages: Sequence[RowAdva
             rollouts.setdefault((sample.rollout_id, sample.attempt), []).append((sample, advantage))
     listed = list(rollouts.values())
     parts = [part for part in np.array_split(np.arange(len(listed)), updates) if len(part)]
-    steps = tuple(_weighted([listed[i] for i in part]) for part in parts)
+    steps = tuple(_weighted([listed[i] for i in part], reduction or Reduction()) for part in parts)
     kept = sum(len(step) for step in steps)
     return Plan(updates=steps, rollouts=len(listed), rows_left_out=len(samples) - kept)
 
@@ -78,16 +84,21 @@ def _trained(mask: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> np.ndarray[tup
     return out
 
 
-def _weighted(rollouts: Sequence[Sequence[tuple[TrainingSample, RowAdvantage]]]) -> tuple[BatchRow, ...]:
+def _weighted(
+    rollouts: Sequence[Sequence[tuple[TrainingSample, RowAdvantage]]], reduction: Reduction
+) -> tuple[BatchRow, ...]:
+    shares = [
+        Share(rollout[0][0].group_id, sum(int(_trained(sample.loss_mask).sum()) for sample, _ in rollout))
+        for rollout in rollouts
+    ]
     rows = []
-    for rollout in rollouts:
-        total = sum(int(_trained(sample.loss_mask).sum()) for sample, _ in rollout)
+    for rollout, weight in zip(rollouts, reduction(shares), strict=True):
         for sample, advantage in rollout:
             on = _trained(sample.loss_mask)
             rows.append(
                 BatchRow(
                     token_ids=sample.token_ids.astype(np.int64),
-                    weights=on.astype(np.float32) / np.float32(len(rollouts) * total),
+                    weights=on.astype(np.float32) * np.float32(weight),
                     rollout_logprobs=np.where(on, sample.logprobs, 0.0).astype(np.float32),
                     temperature=sample.temperature,
                     advantage=advantage,
@@ -118,18 +129,24 @@ def micro_batches(rows: Sequence[BatchRow], max_tokens: int) -> list[Packing]:
 
     Rows are sorted by their tokens, so that those with a common beginning lie together and pay for it once.
     """
-    packings: list[Packing] = []
+    return [padded(held) for held, _ in packed_rows(rows, max_tokens)]
+
+
+def packed_rows(rows: Sequence[BatchRow], max_tokens: int) -> list[tuple[list[BatchRow], int]]:
+    """The rows of each micro-batch that `micro_batches` makes, and their distinct tokens."""
+    out: list[tuple[list[BatchRow], int]] = []
     tree, held = PrefixTree(), list[BatchRow]()
     for ids, row in sorted(((row.token_ids.tolist(), row) for row in rows), key=lambda pair: pair[0]):
         if held and len(tree) + len(ids) - tree.shared(ids) > max_tokens:
-            packings.append(_padded(held))
+            out.append((held, len(tree)))
             tree, held = PrefixTree(), []
         tree.add(ids)
         held.append(row)
-    return [*packings, _padded(held)] if held else packings
+    return [*out, (held, len(tree))] if held else out
 
 
-def _padded(rows: Sequence[BatchRow]) -> Packing:
+def padded(rows: Sequence[BatchRow]) -> Packing:
+    """The micro-batch of rows, at least one, filled up on the right."""
     lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
     shape = (len(rows), int(lengths.max()))
     token_ids, weights = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.float32)
@@ -138,7 +155,9 @@ def _padded(rows: Sequence[BatchRow]) -> Packing:
         token_ids[i, :length] = row.token_ids
         weights[i, :length] = row.weights
         logprobs[i, :length] = row.rollout_logprobs
-        advantages[i, :length] = row.advantage.value if row.advantage is not None else 0.0
+        if row.advantage is not None:
+            own = row.advantage.tokens
+            advantages[i, :length] = row.advantage.value if own is None else own
     temperature = np.array([row.temperature for row in rows], dtype=np.float32)
     batch = MicroBatch(token_ids, lengths, weights, logprobs, advantages, temperature)
     return Packing(batch, tuple(rows))

@@ -10,8 +10,9 @@ publishes its weights again under a new version.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from palestra.server.types import LeaseLost, TrajectoryGroup
 from palestra.trainer.checkpoints import Checkpoint, Checkpoints, Meta, model_fingerprint
@@ -25,6 +26,33 @@ from palestra.trainer.step import StepResult, train_batch
 from palestra.trainer.timing import StepClock
 from palestra.trainer.types import Backend, RolloutService, TrainerError
 from palestra.trainer.warmstart import warm_start
+from palestra.trainer.weights.types import Published
+
+
+class Publishing(Protocol):
+    """Who brings weights to engines."""
+
+    def publish(self, backend: Backend, version: int, train_step: int) -> Published:
+        """See `Publisher.publish`."""
+
+
+class TrainStep(Protocol):
+    """What is done with the groups of a step."""
+
+    def __call__(
+        self,
+        backend: Backend,
+        groups: Sequence[TrajectoryGroup],
+        settings: TrainerSettings,
+        *,
+        policy_version: int,
+        optimizer_steps: int,
+    ) -> StepResult:
+        """See `train_batch`."""
+
+
+Keep = Callable[[int, Sequence[TrajectoryGroup], int, int], None]
+"""Told of the groups that a step is about to be trained on: step, groups, policy version, optimizer steps before it."""
 
 
 class Trainer:
@@ -38,12 +66,17 @@ class Trainer:
         run_dir: Path,
         stop: Callable[[], bool],
         say: Callable[[str], None] = lambda text: None,
+        *,
+        publisher: Publishing | None = None,
+        train: TrainStep = train_batch,
+        keep: Keep | None = None,
     ) -> None:
-        """`say` is told what the trainer is at, for those who watch."""
-        self._say = say
+        """`say` is told what the trainer is at, for those who watch. Others than a run's own `publisher` and `train` are for runs that only
+        train or only play (`palestra.trainer.offline`)."""
+        self._say, self._train, self._keep = say, train, keep
         self._config, self._backend, self._service, self._run_dir, self._stop = config, backend, service, run_dir, stop
         self._checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
-        self._publisher = Publisher(service, config.weights, run_dir, config.model)
+        self._publisher = publisher or Publisher(service, config.weights, run_dir, config.model)
         self._claims = Claims(service, config, stop)
         self._evaluations = Evaluations(config, run_dir)
         self._metrics = MetricsFile(run_dir)
@@ -151,8 +184,11 @@ class Trainer:
         ids = [group.group_id for group in groups]
         self._say(f"trains step {step}")
         with LeaseKeeper(self._service, ids, self._config.owner, self._config.lease_s) as keeper:
+            if self._keep is not None:
+                with self._clock.part("dump"):
+                    self._keep(step, groups, self._version, self._optimizer_steps)
             with self._clock.part("train"):
-                result = train_batch(
+                result = self._train(
                     self._backend,
                     groups,
                     self._config,

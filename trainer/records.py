@@ -61,6 +61,8 @@ def write_step(run_dir: Path, step: int, rows: Sequence[RowRecord]) -> None:
     arrays["policy_logprobs"] = np.concatenate([empty, *(row.policy_logprobs for row in rows)])
     if rows and all(row.ref_logprobs is not None for row in rows):
         arrays["ref_logprobs"] = np.concatenate([row.ref_logprobs for row in rows if row.ref_logprobs is not None])
+    if any(row.advantage.tokens is not None for row in rows):
+        arrays["advantages"] = np.concatenate([_of_tokens(row) for row in rows])
     aside = folder / f"{ASIDE}{step}.npz"
     np.savez(aside, **arrays)
     aside.rename(folder / f"{step}.npz")
@@ -81,6 +83,13 @@ def write_step(run_dir: Path, step: int, rows: Sequence[RowRecord]) -> None:
     aside.rename(folder / f"{step}.json")
 
 
+def _of_tokens(row: RowRecord) -> F32:
+    """[T] the advantage of each token of a row."""
+    if row.advantage.tokens is not None:
+        return row.advantage.tokens
+    return np.full(len(row.policy_logprobs), row.advantage.value, dtype=np.float32)
+
+
 def read_step(run_dir: Path, step: int) -> list[RowRecord]:
     """The rows of a step.
 
@@ -92,10 +101,17 @@ def read_step(run_dir: Path, step: int) -> list[RowRecord]:
     out = []
     with np.load(folder / f"{step}.npz") as arrays:
         offsets, policy = arrays["offsets"], arrays["policy_logprobs"]
-        reference = arrays.get("ref_logprobs")
+        reference, advantages = arrays.get("ref_logprobs"), arrays.get("advantages")
         for i, row in enumerate(told["rows"]):
             part = slice(int(offsets[i]), int(offsets[i + 1]))
-            advantage = RowAdvantage(row["rollout_id"], row["branch"], row["advantage"], row["baseline"], row["std"])
+            advantage = RowAdvantage(
+                row["rollout_id"],
+                row["branch"],
+                row["advantage"],
+                row["baseline"],
+                row["std"],
+                None if advantages is None else advantages[part],
+            )
             ref = None if reference is None else reference[part]
             out.append(
                 RowRecord(

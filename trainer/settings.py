@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from palestra.agents.evaluation.config import EvalConfig
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
-
-if TYPE_CHECKING:
-    from palestra.trainer.megatron.backend import MegatronBackend
+from palestra.trainer.types import Backend, TrainerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +46,24 @@ class TrainerSettings:
     config_hash: str = ""
 
 
-def make_backend(settings: TrainerSettings) -> MegatronBackend:
-    """Builds the model of the run. Imports torch and megatron here, not before.
+def make_backend(settings: TrainerSettings) -> Backend:
+    """Builds the model of the run. Imports torch, and megatron or transformers, here and not before.
 
     Raises:
         ModelError: the model's folder cannot be trained.
-        TrainerError: `[megatron]` has a wrong key or value.
+        TrainerError: `[megatron]` has a wrong key or value, or says anything to another backend.
     """
     import torch
 
+    if settings.train.threads is not None:
+        torch.set_num_threads(settings.train.threads)
+    return _fsdp(settings) if settings.train.backend == "fsdp" else _megatron(settings)
+
+
+def _megatron(settings: TrainerSettings) -> Backend:
     from palestra.trainer.megatron.backend import BackendSettings, MegatronBackend
     from palestra.trainer.megatron.optimizer import OptimSettings
 
-    if settings.train.threads is not None:
-        torch.set_num_threads(settings.train.threads)
     optim = settings.optim
     return MegatronBackend.from_folder(
         settings.model,
@@ -72,5 +74,33 @@ def make_backend(settings: TrainerSettings) -> MegatronBackend:
             dtype=settings.train.dtype,
             logprob_chunk=settings.train.logprob_chunk_tokens,
             megatron=settings.megatron,
+            entropy="trained" if settings.algo.entropy_coef else "told" if settings.train.entropy else "none",
         ),
     )
+
+
+def _fsdp(settings: TrainerSettings) -> Backend:
+    if settings.megatron:
+        named = ", ".join(sorted(settings.megatron))
+        raise TrainerError(f'[megatron] ({named}) has no effect when train.backend is "fsdp": remove it')
+    if settings.algo.entropy_coef:
+        raise TrainerError('algo.entropy_coef needs train.backend = "megatron": this one tells no entropies')
+    from palestra.trainer.fsdp.backend import FsdpBackend, FsdpSettings
+
+    train = settings.train
+    given = FsdpSettings(settings.optim, train.dtype, train.logprob_chunk_tokens)
+    return FsdpBackend.from_folder(settings.model, given)
+
+
+def check_programs(settings: TrainerSettings) -> None:
+    """Loads the loss and the advantage that the user wrote, where there are such: before rollouts are played for them.
+
+    Raises:
+        TrainerError: one is not there, or is none.
+    """
+    from palestra.trainer.advantages.own import load_advantage
+    from palestra.trainer.step import loss_of
+
+    loss_of(settings)
+    if settings.algo.advantage is not None:
+        load_advantage(settings.algo.advantage)

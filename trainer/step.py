@@ -14,15 +14,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from palestra.server.types import TrajectoryGroup
-from palestra.trainer.advantages import ESTIMATORS
+from palestra.trainer.advantages import batch_advantages
 from palestra.trainer.batches import BatchRow, Packing, Plan, micro_batches, plan_updates
 from palestra.trainer.correction import RatioCorrection
+from palestra.trainer.klreward import penalised
 from palestra.trainer.losses import PolicyLoss
+from palestra.trainer.losses.own import load_loss
 from palestra.trainer.records import RowRecord, row_record
+from palestra.trainer.reductions import reduction_of
 from palestra.trainer.schedule import SCHEDULES
 from palestra.trainer.settings import TrainerSettings
-from palestra.trainer.staleness import age_metrics, age_weights
-from palestra.trainer.types import F32, Backend, ForwardStats, Loss, MicroBatch, OptimStats
+from palestra.trainer.staleness import age_weights
+from palestra.trainer.stepmetrics import (
+    Update,
+    age_weight,
+    batch_metrics,
+    correction_metrics,
+    mismatch_of,
+    update_metrics,
+)
+from palestra.trainer.types import F32, Backend, Loss, MicroBatch
 
 if TYPE_CHECKING:
     import torch
@@ -54,13 +65,6 @@ class _Recorded:
         return self._loss(logprobs, batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    stats: ForwardStats
-    optim: OptimStats
-    records: list[RowRecord]
-
-
 def train_batch(
     backend: Backend,
     groups: Sequence[TrajectoryGroup],
@@ -71,9 +75,11 @@ def train_batch(
 ) -> StepResult:
     """Trains on whole groups. `policy_version` is that of the present weights, `optimizer_steps` how many were taken before."""
     started, algo = time.monotonic(), settings.algo
-    samples = [sample for group in groups for sample in group.samples]
-    advantages = ESTIMATORS[algo.estimator](samples, std_normalise=algo.std_normalise)
-    plan = plan_updates(samples, advantages, algo.updates_per_batch)
+    samples, paid = [sample for group in groups for sample in group.samples], dict[str, float]()
+    if algo.kl_coef and algo.kl_in == "reward":
+        samples, paid = penalised(backend, samples, algo.kl_coef, settings.train.max_tokens_per_gpu)
+    advantages = batch_advantages(samples, algo)
+    plan = plan_updates(samples, advantages.rows, algo.updates_per_batch, reduction_of(algo))
     if algo.age_decay < 1:
         plan = _aged(plan, policy_version, algo.age_decay)
     loss = loss_of(settings)
@@ -83,25 +89,49 @@ def train_batch(
         rate = SCHEDULES[optim.schedule](optimizer_steps + done + 1, optim.lr, optim.warmup_steps, total)
         updates.append(_update(backend, packings, loss, rate))
     rows = [row for update in plan.updates for row in update]
-    metrics = _batch_metrics(plan, groups, policy_version)
+    metrics = batch_metrics(plan, groups, policy_version) | paid | advantages.metrics
     if updates:
-        metrics |= _update_metrics(updates)
+        metrics |= update_metrics(updates) | mismatch_of(updates, policy_version)
     if loss.correction is not None and updates:
-        metrics |= _correction_metrics(updates)
+        metrics |= correction_metrics(updates)
     if algo.age_decay < 1 and rows:
-        metrics["train/age_weight/mean"] = _age_weight(rows, policy_version, algo.age_decay)
+        metrics["train/age_weight/mean"] = age_weight(rows, policy_version, algo.age_decay)
     took = time.monotonic() - started
     metrics["train/tokens_per_s"] = sum(len(row.token_ids) for row in rows) / took if took > 0 else 0.0
     tokens = sum(int(np.count_nonzero(row.weights)) for row in rows)
-    return StepResult(len(updates), tokens, metrics, [record for update in updates for record in update.records])
+    records = [
+        record
+        for update in updates
+        for packing, policy in zip(update.packings, update.policy, strict=True)
+        for record in _records(packing, policy)
+    ]
+    return StepResult(len(updates), tokens, metrics, records)
 
 
 def loss_of(settings: TrainerSettings) -> PolicyLoss:
-    """The run's loss. What nobody said about a correction follows from the schedule."""
+    """The run's loss. What nobody said about a correction follows from the schedule, or from a veto, which is part of one.
+
+    Raises:
+        TrainerError: `algo.loss` names a loss of the user's that is not there, or that is none.
+    """
     algo = settings.algo
-    kind = algo.ratio_correction or ("tis" if settings.off_policy else "none")
-    correction = None if kind == "none" else RatioCorrection(kind, algo.ratio_clip, algo.sequence_clip)
-    return PolicyLoss(algo.clip_low, algo.clip_high, algo.kl_coef, correction)
+    kind = algo.ratio_correction or ("tis" if settings.off_policy or algo.veto_floor is not None else "none")
+    correction = None
+    if kind != "none":
+        correction = RatioCorrection(kind, algo.ratio_clip, algo.sequence_clip, algo.ratio_floor, algo.veto_floor)
+    own = load_loss(algo.loss) if ":" in algo.loss else None
+    return PolicyLoss(
+        algo.clip_low,
+        algo.clip_high,
+        algo.kl_coef if algo.kl_in == "loss" else 0.0,
+        correction,
+        kind=algo.loss,
+        dual_clip=algo.dual_clip,
+        kl_estimator=algo.kl_estimator or "k3",
+        entropy_coef=algo.entropy_coef,
+        opsm_delta=algo.opsm_delta,
+        own=own,
+    )
 
 
 def _aged(plan: Plan, policy_version: int, decay: float) -> Plan:
@@ -124,16 +154,12 @@ def _packed(backend: Backend, plan: Plan, settings: TrainerSettings, loss: Polic
     return [*packed[:1], *(_with_logprobs(backend, packings) for packings in packed[1:])]
 
 
-def _update(backend: Backend, packings: Sequence[Packing], loss: PolicyLoss, rate: float) -> _Update:
+def _update(backend: Backend, packings: Sequence[Packing], loss: PolicyLoss, rate: float) -> Update:
     if loss.kl_coef:
         packings = _with_logprobs(backend, packings, reference=True)
     recorded = _Recorded(loss)
     stats = backend.forward_backward([packing.batch for packing in packings], recorded)
-    optim = backend.optim_step(rate)
-    records = [
-        record for packing, policy in zip(packings, recorded.kept, strict=True) for record in _records(packing, policy)
-    ]
-    return _Update(stats, optim, records)
+    return Update(stats, backend.optim_step(rate), packings, recorded.kept)
 
 
 def _with_logprobs(backend: Backend, packings: Sequence[Packing], *, reference: bool = False) -> list[Packing]:
@@ -157,61 +183,4 @@ def _records(packing: Packing, policy: F32) -> list[RowRecord]:
         if row.sample is not None and row.advantage is not None:
             ref = None if reference is None else reference[i]
             out.append(row_record(row.sample, row.advantage, policy[i], ref))
-    return out
-
-
-def _update_metrics(updates: Sequence[_Update]) -> dict[str, float]:
-    """Ratios and differences to the engine are those of the first update, before this batch moved the weights."""
-    first = updates[0].stats.sums
-    tokens = max(1.0, first["tokens"])
-    out = {
-        "train/loss": float(np.mean([update.stats.loss for update in updates])),
-        "train/grad_norm": float(np.mean([update.optim.grad_norm for update in updates])),
-        "train/updates_skipped": float(sum(update.optim.skipped for update in updates)),
-        "train/lr": updates[-1].optim.lr,
-        "train/ratio/mean": first["ratio"] / tokens,
-        "train/ratio/max": first["max_ratio"],
-        "train/clip_fraction": first["clipped"] / tokens,
-        "train/approx_kl/mean": first["kl_rollout"] / tokens,
-        "train/abs_dlogp/mean": first["abs_dlogp"] / tokens,
-        "train/abs_dlogp/max": first["max_abs_dlogp"],
-        "train/nll/mean": first["nll"] / tokens,
-        "train/tokens": float(sum(update.stats.sums["tokens"] for update in updates)),
-        "train/model_tokens": float(sum(update.stats.tokens for update in updates)),
-    }
-    if "kl_ref" in first:
-        out["train/kl_ref/mean"] = first["kl_ref"] / tokens
-    return out
-
-
-def _correction_metrics(updates: Sequence[_Update]) -> dict[str, float]:
-    """Of all tokens of the batch: its ratios are those of the weights before the first update, whichever update a token is in."""
-    sums = [update.stats.sums for update in updates]
-    tokens = max(1.0, sum(each["tokens"] for each in sums))
-    return {
-        "train/ratio_correction/mean": sum(each["correction"] for each in sums) / tokens,
-        "train/ratio_correction/max": max(each["max_correction"] for each in sums),
-        "train/ratio_correction/clipped_share": sum(each["correction_cut"] for each in sums) / tokens,
-        "train/ratio_correction/masked_tokens": sum(each["correction_masked"] for each in sums),
-    }
-
-
-def _age_weight(rows: Sequence[BatchRow], policy_version: int, decay: float) -> float:
-    """Mean over the trained tokens of what age makes of their weight."""
-    found = [age_weights(row.sample, policy_version, decay)[row.weights != 0] for row in rows if row.sample is not None]
-    return float(np.concatenate(found).mean())
-
-
-def _batch_metrics(plan: Plan, groups: Sequence[TrajectoryGroup], policy_version: int) -> dict[str, float]:
-    rows = [row for rows in plan.updates for row in rows]
-    rewards = [reward for group in groups for reward in group.rewards.values()]
-    out = {
-        "train/groups": float(len(groups)),
-        "train/rollouts": float(plan.rollouts),
-        "train/rows": float(len(rows)),
-        "train/rows_left_out": float(plan.rows_left_out),
-        **age_metrics((row.sample for row in rows if row.sample is not None), policy_version),
-    }
-    if rewards:
-        out |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
     return out

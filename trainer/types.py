@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.server.types import RenderedRow, TrajectoryGroup
+from palestra.server.types import RenderedRow, TrainingSample, TrajectoryGroup
 from palestra.trainer.weights.types import GroupService, HandleService
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 
@@ -125,13 +126,43 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowAdvantage:
-    """The advantage of one row, the same for all its tokens, and what it was made of."""
+    """The advantage of one row, and what it was made of."""
 
     rollout_id: str
     branch: int
     value: float
+    """Of each token; where they differ, their mean over the trained ones."""
     baseline: float
     std: float
+    tokens: F32 | None = None
+    """[T] where tokens of the row differ: each turn has its own. None: `value` for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Advantages of N rollouts at K turns. Arrays are [N, K]."""
+
+    values: F64
+    baseline: F64
+    """What returns were compared with."""
+    std: F64
+    """The deviation of what they were compared with, whether it divides or not; 0 where there is none."""
+
+
+class Estimator(Protocol):
+    """A pure function from returns to advantages."""
+
+    def __call__(self, returns: F64, groups: I64) -> Estimate:
+        """`returns` [N, K], a line per rollout and a column per turn; `groups` [N], the group of each line."""
+
+
+class OwnAdvantage(Protocol):
+    """What `algo.advantage` names: a user's own estimate."""
+
+    def __call__(self, rows: Sequence[TrainingSample], /) -> Sequence[float | F32 | F64 | None]:
+        """For each row of a batch its advantage: one number, or an array with one per token; None: the row is not trained. `rows` are those
+        of rollouts with a reward and a trained token; the rows of a rollout share `rollout_id` and `attempt`, siblings share
+        `group_id`."""
 
 
 class RolloutService(HandleService, GroupService, Protocol):

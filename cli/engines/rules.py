@@ -27,10 +27,10 @@ def nearest(wanted: int, candidates: Collection[int]) -> int | None:
 
 
 def whole_nodes(size: int, gpus_per_node: int) -> Iterator[Finding]:
-    """P308: an engine that is larger than a node takes whole nodes."""
+    """P312: an engine that is larger than a node takes whole nodes."""
     if size > gpus_per_node and size % gpus_per_node:
         yield _error(
-            "P308",
+            "P312",
             "rollout.gpus_per_engine",
             f"an engine of {size} GPUs needs whole nodes, and a node has {gpus_per_node}",
             "take a multiple of that",

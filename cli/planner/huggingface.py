@@ -129,6 +129,17 @@ def _experts(read: _Reader) -> Dims:
     }
 
 
+def _mixtral(read: _Reader) -> Dims:
+    if window := read.number("sliding_window", default=0):
+        raise UnknownModelError(read.family, f"cannot count sliding_window = {window}")
+    return {
+        "experts": read.number("num_local_experts"),
+        "topk": read.number("num_experts_per_tok"),
+        "moe_ffn": read.number("intermediate_size"),
+        "dense_layers": 0,
+    }
+
+
 def _qwen3_moe(read: _Reader) -> Dims:
     return {**_qwen3(read), **_experts(read), "dense_layers": _exceptions(read)}
 
@@ -216,6 +227,7 @@ FAMILIES: Mapping[str, Callable[[_Reader], Dims]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
     "glm4_moe": _glm4_moe,

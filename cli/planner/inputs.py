@@ -138,11 +138,15 @@ def _within_reason(table: str, values: Mapping[str, Any], findings: list[Finding
         path = f"{table}.{key}"
         if isinstance(value, Mapping):
             found[key] = _within_reason(path, value, findings)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and path not in RULED:
-            if value and not SMALLEST <= abs(value) <= LARGEST:
-                findings.append(_bad(path, f"{path} = {repr(value)[:20]} is beyond reason"))
-                del found[key]
+        elif path not in RULED and _beyond(value):
+            findings.append(_bad(path, f"{path} = {repr(value)[:20]} is beyond reason"))
+            del found[key]
     return found
+
+
+def _beyond(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and bool(value) and not SMALLEST <= abs(value) <= LARGEST
 
 
 def section_of(table: str) -> type[Section] | None:

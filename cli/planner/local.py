@@ -184,12 +184,19 @@ def slot_tokens(longest: int, context: int) -> int:
     return min(room, context)
 
 
+def _cached(model: ModelDims) -> int:
+    """Bytes of keys and values of a token: of latent attention each head's, as wide as the wider of the two."""
+    if not model.mla:
+        return kv_token_bytes(model, bits=32)
+    return FLOAT * model.layers * 2 * model.heads * max(model.nope_dim + model.rope_dim, model.v_dim)
+
+
 def engine_memory(model: ModelDims, *, slots: int, pooled_tokens: int, longest: int, context: int) -> LocalEngine:
     """F6 of the local path. `slots`: requests that may run (rollout.max_running); `pooled_tokens`: rollout.max_total_tokens; `longest`:
     tokens of the longest request; `context`: rollout.context_len."""
     weights = FLOAT * parameters(model).total
     # Routed experts are kept as 16-bit numbers beside keys and values, in every layer.
-    token = kv_token_bytes(model, bits=32) + (2 * model.layers * model.topk if model.experts else 0)
+    token = _cached(model) + (2 * model.layers * model.topk if model.experts else 0)
     room = slot_tokens(longest, context)
     workspace = slots * room * token
     grown = workspace / 2 if room > FIRST_CAPACITY else 0.0

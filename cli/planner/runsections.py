@@ -104,6 +104,8 @@ class PlanAlgo(Section):
     ] = "grpo"
     std_normalise: bool = True
     advantage: str | None = None
+    loss: str = "ppo"
+    """ppo, gspo, gspo_token, cispo, reinforce, or the import path of one."""
     """A user's own in place of the estimator."""
     turn_discount: float | None = Field(None, gt=0, le=1)
     reduction: Literal["rollout_mean", "token_mean", "prompt_mean", "constant"] = "rollout_mean"
@@ -248,6 +250,8 @@ class PlanRun(Section):
     steps: int = Field(10, ge=1)
     save_every: int = Field(5, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
+    mode: Literal["train", "rollout_only", "train_only"] = "train"
+    dump: str | None = None
     free_disk_bytes: int | None = Field(None, ge=0)
     buffer_dir: str | None = None
     buffer_on_network: bool = False

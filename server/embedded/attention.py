@@ -38,7 +38,7 @@ class SlotPlan:
     """Where the T flat tokens of one step belong. The first `singles` tokens are of requests with one token each."""
 
     kv: torch.Tensor
-    """[layers, 2, slots, kv heads, capacity, head dim], the workspace."""
+    """[layers, 2, slots, kv heads, capacity, head dim], the workspace. Keys or values that are narrower use the first columns."""
     slots: torch.Tensor
     """[T] slot of each token."""
     positions: torch.Tensor
@@ -64,14 +64,18 @@ def slot_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv heads, T, dim] -> [1, T, heads, dim]."""
+    """transformers' attention interface: query [1, heads, T, dim], key and value [1, kv heads, T, dim] -> [1, T, heads, dim of the values].
+
+    With latent attention values are narrower than keys; both are kept as the heads see them, not squeezed.
+    """
     keys, values = plan.kv[module.layer_idx]
+    keys, values = keys[..., : key.shape[-1]], values[..., : value.shape[-1]]
     keys[plan.slots, :, plan.positions] = key[0].transpose(0, 1)
     values[plan.slots, :, plan.positions] = value[0].transpose(0, 1)
     heads, tokens, dim = query.shape[1:]
     kv_heads = key.shape[1]
     folded = query[0].view(kv_heads, heads // kv_heads, tokens, dim)
-    out = query.new_empty(tokens, heads, dim)
+    out = query.new_empty(tokens, heads, value.shape[-1])
     if plan.singles:
         out[: plan.singles] = _singles(folded[:, :, : plan.singles], keys, values, plan, scaling)
     for span in plan.spans:
@@ -79,14 +83,14 @@ def slot_attention(
         k = keys[span.slot : span.slot + 1, :, : span.total]
         v = values[span.slot : span.slot + 1, :, : span.total]
         seen = scaled_dot_product_attention(part, k, v, attn_mask=span.mask, scale=scaling)
-        out[span.start : span.end] = seen.view(heads, -1, dim).transpose(0, 1)
+        out[span.start : span.end] = seen.view(heads, -1, value.shape[-1]).transpose(0, 1)
     return out.unsqueeze(0), None
 
 
 def _singles(
     folded: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SlotPlan, scaling: float | None
 ) -> torch.Tensor:
-    """One token per request: [kv heads, group, n, dim] -> [n, heads, dim]. Slots that read a prompt meanwhile ride along unused."""
+    """One token per request: [kv heads, group, n, dim] -> [n, heads, values' dim]. Slots that read a prompt meanwhile ride along unused."""
     kv_heads, group, n, dim = folded.shape
     query = folded.permute(2, 0, 1, 3)
     rows = plan.slots[:n]
@@ -96,4 +100,4 @@ def _singles(
     seen = scaled_dot_product_attention(query, k, v, attn_mask=plan.mask, scale=scaling)
     if n != plan.used:
         seen = seen[rows]
-    return seen.reshape(n, kv_heads * group, dim)
+    return seen.reshape(n, kv_heads * group, values.shape[-1])

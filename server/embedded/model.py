@@ -32,9 +32,8 @@ class SlotModel:
         self._routed: dict[int, torch.Tensor] = {}
         for layer, router in self._routers.items():
             router.register_forward_hook(lambda _m, _i, out, layer=layer: self._routed.__setitem__(layer, out[-1]))
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         top_k = config.num_experts_per_tok if self._routers else 0
-        self.shape = CacheShape(self.layers, config.num_key_value_heads, head_dim, model.dtype, top_k)
+        self.shape = CacheShape(self.layers, config.num_key_value_heads, head_width(config), model.dtype, top_k)
 
     def read(self, pieces: Sequence[Piece], space: Workspace, used: int) -> torch.Tensor:
         """Sends the pieces through the model, filling their slots. Returns [rows, vocabulary] logits: piece by piece those after the
@@ -92,6 +91,13 @@ def make_plan(pieces: Sequence[Piece], space: Workspace, used: int, groups: int)
     return SlotPlan(kv, slots, positions, len(singles), used, reach, mask, tuple(spans))
 
 
+def head_width(config: Any) -> int:
+    """Width of a cached key or value, whichever is wider. With latent attention `head_dim` is that of the rotary part alone."""
+    if getattr(config, "kv_lora_rank", None):
+        return max(int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim))
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def find_routers(model: Any) -> dict[int, Any]:
     """Layer -> the module that picks its experts, as transformers itself records router logits. Its last output are the picked ids."""
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
@@ -122,7 +128,8 @@ def load_model(folder: str, dtype: str) -> SlotModel:
     except (OSError, ValueError) as fault:
         raise ModelRefused(f"{folder}: config.json cannot be read: {fault}") from fault
     sliding = any("full" not in kind for kind in getattr(config, "layer_types", None) or ())
-    if sliding or getattr(config, "use_sliding_window", False):
+    window = getattr(config, "sliding_window", None)  # some families have a window without a word about it per layer
+    if sliding or getattr(config, "use_sliding_window", False) or (window and window < config.max_position_embeddings):
         raise ModelRefused(f"{folder}: layers without full attention are not built")
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, slot_attention)
     try:

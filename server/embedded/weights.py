@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ from palestra.server.embedded.types import ModelRefused, TensorSlot, WeightsRefu
 SHOWN = 5
 
 
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How a checkpoint calls what transformers calls `mlp`, `gate_proj`, `up_proj` and `down_proj`."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_USUAL = _Words("mlp", "gate_proj", "up_proj", "down_proj")
+_WORDS = {"mixtral": _Words("block_sparse_moe", "w1", "w3", "w2")}
+"""By `model_type`."""
+
+
 class WeightViews:
     """Hugging Face name -> where it lives in the model."""
 
@@ -34,8 +50,10 @@ class WeightViews:
         self._views: dict[str, torch.Tensor] = {}
         self._home: dict[str, str] = {}  # tied names share one home
         homes: dict[int, str] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            for given, view in _expert_views(name, parameter.data):
+        words = _WORDS.get(module.config.model_type, _USUAL)
+        # Not parameters alone: the bias that balances a router's experts is a buffer, and belongs to a checkpoint.
+        for name, tensor in module.state_dict().items():
+            for given, view in _expert_views(name, tensor, words):
                 self._views[given] = view
                 self._home[given] = homes.setdefault(view.data_ptr(), given)
         if unknown := sorted(set(_stored_names(folder)) - set(self._views)):
@@ -126,19 +144,21 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
-def _expert_views(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _expert_views(name: str, tensor: torch.Tensor, words: _Words) -> Iterator[tuple[str, torch.Tensor]]:
     """gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner] hold all experts of a layer."""
-    layer, found, part = name.partition(".mlp.experts.")
-    if not found or tensor.dim() != 3:
-        yield name, tensor
+    layer, found, part = name.partition(".mlp.")
+    block = f"{layer}.{words.block}."
+    if not found or not part.startswith("experts.") or tensor.dim() != 3:
+        yield (block + part if found else name), tensor
         return
+    part = part.removeprefix("experts.")
     for index, expert in enumerate(tensor):
         if part == "gate_up_proj":
             gate, up = expert.chunk(2)
-            yield f"{layer}.mlp.experts.{index}.gate_proj.weight", gate
-            yield f"{layer}.mlp.experts.{index}.up_proj.weight", up
+            yield f"{block}experts.{index}.{words.gate}.weight", gate
+            yield f"{block}experts.{index}.{words.up}.weight", up
         else:
-            yield f"{layer}.mlp.experts.{index}.{part}.weight", expert
+            yield f"{block}experts.{index}.{words.down if part == 'down_proj' else part}.weight", expert
 
 
 def _stored_names(folder: str) -> Iterator[str]:

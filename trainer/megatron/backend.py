@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from palestra.trainer.losses.entropy import Wanted
 from palestra.trainer.megatron import convert, state
 from palestra.trainer.megatron.core import (
     DistributedDataParallel,
@@ -42,6 +43,8 @@ class BackendSettings:
     """Predictions whose logits exist at a time; 0: all of a micro-batch."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """The run's `[megatron]` table."""
+    entropy: Wanted = "none"
+    """Whether losses are given the `entropy` [B, S] of each trained token's prediction, and whether it has a gradient."""
 
 
 class MegatronBackend:
@@ -88,9 +91,10 @@ class MegatronBackend:
         def step(batches_left: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
             nonlocal nodes
             batch = next(batches_left)
-            logprobs, width = self._run(model, batch)
+            logprobs, width, entropy = self._run(model, batch, self._settings.entropy)
             nodes += width
-            return logprobs, lambda out: _loss_of(loss, out, self._tensors(batch))
+            beside = {} if entropy is None else {"entropy": entropy}
+            return logprobs, lambda out: _loss_of(loss, out, self._tensors(batch) | beside)
 
         results = get_forward_backward_func()(
             forward_step_func=step,
@@ -115,8 +119,10 @@ class MegatronBackend:
         with torch.no_grad(), self._swapped() if reference else contextlib.nullcontext():
             return [self._run(self.model, batch)[0].cpu().numpy() for batch in batches]
 
-    def _run(self, model: Any, batch: MicroBatch) -> tuple[torch.Tensor, int]:
-        """log p [B, S], and how many nodes went through the model."""
+    def _run(
+        self, model: Any, batch: MicroBatch, entropy: Wanted = "none"
+    ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+        """log p [B, S], how many nodes went through the model, and entropies [B, S] where they are wanted."""
         packed = pack(batch)
         rows, columns = np.nonzero(batch.weights[:, 1:])
         columns = columns + 1
@@ -130,9 +136,12 @@ class MegatronBackend:
             targets=put(batch.token_ids[rows, columns]),
             temperature=put(batch.temperature[rows]),
             chunk=self._settings.logprob_chunk,
+            entropy=entropy,
         )
-        out = torch.zeros(batch.token_ids.shape, device=self._device)
-        return out.index_put((put(rows), put(columns)), picked), len(packed.token_ids)
+        where, empty = (put(rows), put(columns)), torch.zeros(batch.token_ids.shape, device=self._device)
+        told = picked if entropy == "none" else picked[0]
+        beside = None if entropy == "none" else empty.index_put(where, picked[1])
+        return empty.index_put(where, told), len(packed.token_ids), beside
 
     def _put(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

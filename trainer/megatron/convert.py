@@ -1,4 +1,4 @@
-"""Weights between Hugging Face names and megatron's, for both families, bit for bit in both directions.
+"""Weights between Hugging Face names and megatron's, for every family, bit for bit in both directions.
 
 A megatron tensor is made of one or more Hugging Face tensors: `Piece` says of which, and how they are joined. Nothing is waited for.
 """
@@ -13,6 +13,8 @@ import torch
 from palestra.trainer.megatron.families import Architecture
 from palestra.trainer.types import ModelError
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -23,6 +25,8 @@ class Piece:
     """Hugging Face names, joined in this order."""
     kind: str
     """copy, qkv (interleaved by key-value head) or stack (one above the other)."""
+    frozen: bool = False
+    """It has no gradient, so an optimizer keeps nothing of it."""
 
 
 def pieces(arch: Architecture) -> list[Piece]:
@@ -39,24 +43,50 @@ def pieces(arch: Architecture) -> list[Piece]:
 def _layer(arch: Architecture, index: int) -> Iterator[Piece]:
     m, h = f"decoder.layers.{index}.", f"model.layers.{index}."
     yield Piece(m + "input_layernorm.weight", (h + "input_layernorm.weight",), "copy")
-    projections = tuple(f"{h}self_attn.{x}_proj.weight" for x in "qkv")
-    yield Piece(m + "self_attention.linear_qkv.weight", projections, "qkv")
-    if arch.experts:
-        for x in "qk":
-            yield Piece(f"{m}self_attention.{x}_layernorm.weight", (f"{h}self_attn.{x}_norm.weight",), "copy")
+    yield from (_latent if arch.latent else _attention)(arch, m + "self_attention.", h + "self_attn.")
     yield Piece(m + "self_attention.linear_proj.weight", (h + "self_attn.o_proj.weight",), "copy")
     yield Piece(m + "pre_mlp_layernorm.weight", (h + "post_attention_layernorm.weight",), "copy")
-    if not arch.experts:
+    if not arch.experts or index < arch.dense_layers:
         yield from _mlp(m + "mlp.", h + "mlp.")
         return
-    yield Piece(m + "mlp.router.weight", (h + "mlp.gate.weight",), "copy")
+    mixtral = arch.family == "mixtral"
+    block = h + ("block_sparse_moe." if mixtral else "mlp.")
+    yield Piece(m + "mlp.router.weight", (block + "gate.weight",), "copy")
+    if arch.sigmoid_router:
+        yield Piece(m + "mlp.router.expert_bias", (block + "gate.e_score_correction_bias",), "copy", frozen=True)
     for expert in range(arch.experts):
-        yield from _mlp(f"{m}mlp.experts.local_experts.{expert}.", f"{h}mlp.experts.{expert}.")
+        names = ("w1", "w3", "w2") if mixtral else PROJECTIONS
+        yield from _mlp(f"{m}mlp.experts.local_experts.{expert}.", f"{block}experts.{expert}.", names)
+    if arch.shared_ffn:
+        yield from _mlp(m + "mlp.shared_experts.", block + "shared_experts.")
 
 
-def _mlp(m: str, h: str) -> Iterator[Piece]:
-    yield Piece(m + "linear_fc1.weight", (h + "gate_proj.weight", h + "up_proj.weight"), "stack")
-    yield Piece(m + "linear_fc2.weight", (h + "down_proj.weight",), "copy")
+def _attention(arch: Architecture, m: str, h: str) -> Iterator[Piece]:
+    for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        yield Piece(f"{m}linear_qkv.{kind}", tuple(f"{h}{x}_proj.{kind}" for x in "qkv"), "qkv")
+    if arch.qk_norm:
+        for x in "qk":
+            yield Piece(f"{m}{x}_layernorm.weight", (f"{h}{x}_norm.weight",), "copy")
+
+
+def _latent(arch: Architecture, m: str, h: str) -> Iterator[Piece]:
+    assert arch.latent is not None
+    named = {"linear_q_proj": "q_proj"}
+    if arch.latent.q_rank:
+        named = {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "linear_q_up_proj": "q_b_proj"}
+    named |= {
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+    }
+    for ours, theirs in named.items():
+        yield Piece(f"{m}{ours}.weight", (f"{h}{theirs}.weight",), "copy")
+
+
+def _mlp(m: str, h: str, names: tuple[str, str, str] = PROJECTIONS) -> Iterator[Piece]:
+    gate, up, down = (f"{h}{name}.weight" for name in names)
+    yield Piece(m + "linear_fc1.weight", (gate, up), "stack")
+    yield Piece(m + "linear_fc2.weight", (down,), "copy")
 
 
 def join(arch: Architecture, piece: Piece, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -65,8 +95,9 @@ def join(arch: Architecture, piece: Piece, parts: list[torch.Tensor]) -> torch.T
         return parts[0]
     if piece.kind == "stack":
         return torch.cat(parts)
-    groups = [part.view(arch.kv_heads, -1, arch.head_dim, arch.hidden) for part in parts]
-    return torch.cat(groups, dim=1).reshape(-1, arch.hidden)
+    # Weights have a second dimension, biases none.
+    groups = [part.view(arch.kv_heads, -1, arch.head_dim, *part.shape[1:]) for part in parts]
+    return torch.cat(groups, dim=1).reshape(-1, *parts[0].shape[1:])
 
 
 def split(arch: Architecture, piece: Piece, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -77,9 +108,9 @@ def split(arch: Architecture, piece: Piece, tensor: torch.Tensor) -> list[tuple[
         parts = list(tensor.chunk(2))
     else:
         per = arch.heads // arch.kv_heads
-        grouped = tensor.view(arch.kv_heads, per + 2, arch.head_dim, arch.hidden)
+        grouped = tensor.view(arch.kv_heads, per + 2, arch.head_dim, *tensor.shape[1:])
         parts = [
-            part.reshape(-1, arch.hidden)
+            part.reshape(-1, *tensor.shape[1:])
             for part in (grouped[:, :per], grouped[:, per : per + 1], grouped[:, per + 1 :])
         ]
     return [(name, part.contiguous()) for name, part in zip(piece.names, parts, strict=True)]
@@ -110,6 +141,12 @@ def load(targets: Mapping[str, torch.Tensor], arch: Architecture, read: Callable
 
 
 def export(tensors: Mapping[str, torch.Tensor], arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face name and tensor of every megatron tensor, in a stable order. Copied only where tensors were joined."""
+    """Hugging Face name and tensor of every megatron tensor, in a stable order. Copied only where tensors were joined.
+
+    Moments have nothing under the name of a frozen tensor: zeros stand for it, so that every file of a checkpoint has the same names.
+    """
     for piece in pieces(arch):
+        if piece.frozen and piece.megatron not in tensors:
+            yield piece.names[0], torch.zeros(arch.experts)
+            continue
         yield from split(arch, piece, tensors[piece.megatron].detach())

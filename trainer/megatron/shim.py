@@ -85,10 +85,15 @@ def _repair_megatron() -> None:
     import megatron.core.tensor_parallel.random as tp_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    import megatron.core.transformer.multi_latent_attention as latent_attention
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = (
             None  # without TransformerEngine the name is undefined, and every router raises NameError
+        )
+    if not isinstance(latent_attention.TELinear, type):
+        latent_attention.HAVE_TE = (
+            False  # without TransformerEngine its classes are mocks, of which nothing can be an instance
         )
     if not ACTIVE:
         return

@@ -12,7 +12,7 @@ from palestra.envs.findings import Hit
 from palestra.server.schedulerules import group_findings
 
 RULES = Rules()
-BASELINE = ("grpo", "rloo", "gspo")
+BASELINE = ("grpo", "dr_grpo", "rloo", "gspo", "reinforce_pp_baseline")
 """Estimators whose baseline is the group."""
 
 
@@ -58,9 +58,9 @@ def batch_divides(case: Case) -> Iterator[Hit]:
     passes={"algo.group_size": 1, "algo.estimator": "reinforce"},
 )
 def group_baseline(case: Case) -> Iterator[Hit]:
-    """G < 2 with grpo, rloo, gspo."""
+    """G < 2 with an estimator that compares siblings."""
     algo = case.input.algo
-    if algo.group_size < 2 and algo.estimator in BASELINE:
+    if algo.group_size < 2 and algo.estimator in BASELINE and algo.advantage is None:
         yield Hit(
             f"algo.group_size = {algo.group_size}: {algo.estimator} compares the rollouts of a group, and there is nothing to compare "
             "with",

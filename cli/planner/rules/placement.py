@@ -1,4 +1,4 @@
-"""P301 to P305, P308, P310, P311: which GPUs there are, who has them, and whether they lie well on the nodes."""
+"""P301 to P305, P308, P310 to P312: which GPUs there are, who has them, and whether they lie well on the nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from palestra.cli.engines.rules import divisors, nearest, whole_nodes
 from palestra.cli.planner.case import Case
 from palestra.cli.planner.rules.collect import ERROR, WARNING, Rules
 from palestra.cli.planner.rules.engine_words import external_urls, sizes, workable
-from palestra.envs.findings import Hit, Severity
+from palestra.envs.findings import Hit
 
 RULES = Rules()
 
@@ -160,7 +160,7 @@ def external_without_urls(case: Case) -> Iterator[Hit]:
     "placement",
     title="an engine lies across nodes that could lie on one",
     why="Tensor parallel ranks exchange activations in every layer: between nodes over the network card. Our launcher never lets an engine "
-    "straddle, and refuses one that is larger than a node and no whole number of them.",
+    "straddle.",
     recipe="qwen3-4b",
     fails={
         "placement.mode": "separate",
@@ -176,17 +176,11 @@ def external_without_urls(case: Case) -> Iterator[Hit]:
         "rollout.gpus_per_engine": 4,
         "hardware.nodes": 2,
     },
-    after=("P301", "P401", "P408"),
+    after=("P301", "P312", "P401", "P408"),
 )
 def straddling(case: Case) -> Iterator[Hit]:
     """Engines in a row behind the GPUs of training, on nodes of one size."""
     node = case.input.hardware.gpus_per_node
-    for path, size in sizes(case):
-        for finding in whole_nodes(size, node):
-            below = [each for each in divisors(node) if each < size]
-            best = nearest(size, workable(case, path, [*below, ceil(size / node) * node]))
-            yield Hit(finding.message, finding.fix, {path: best} if best else {}, path, Severity.ERROR)
-            return
     if case.on_cpu or not sizes(case):
         return
     at, across = (0 if case.colocated else case.train_gpus), 0
@@ -200,6 +194,28 @@ def straddling(case: Case) -> Iterator[Hit]:
         fix = f"give training whole nodes of {node} GPUs" if apart else f"take sizes that divide a node's {node} GPUs"
         total = sum(engine.count for engine in case.engines)
         yield Hit(f"{across} of {total} engines would lie across nodes of {node} GPUs", fix)
+
+
+@RULES.rule(
+    "P312",
+    ERROR,
+    "rollout.gpus_per_engine",
+    title="an engine is larger than a node and no whole number of nodes",
+    why="SGLang spreads an engine over nodes in equal parts, and our launcher gives such an engine whole nodes: it refuses others.",
+    recipe="qwen3-4b",
+    fails={"hardware.gpus_per_node": 6, "hardware.nodes": 2, "rollout.gpus_per_engine": 8},
+    passes={"rollout.gpus_per_engine": 8},
+    after=("P401", "P408"),
+)
+def broken_nodes(case: Case) -> Iterator[Hit]:
+    """Suggests a size that divides a node, or whole nodes."""
+    node = case.input.hardware.gpus_per_node
+    for path, size in sizes(case):
+        for finding in whole_nodes(size, node):
+            below = [each for each in divisors(node) if each < size]
+            best = nearest(size, workable(case, path, [*below, ceil(size / node) * node]))
+            yield Hit(finding.message, finding.fix, {path: best} if best else {}, path)
+            return
 
 
 @RULES.rule(

@@ -14,6 +14,8 @@ from palestra.envs.findings import Hit
 from palestra.server.schedulerules import least_bound
 
 RULES = Rules()
+BY_SEQUENCE = ("seq_tis", "seq_mis", "seq_mask", "geo_mask")
+"""Corrections that look at a row's whole ratio."""
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """What leaves the distribution as it is."""
 MOST_OVERSAMPLE = 64.0
@@ -244,7 +246,7 @@ def routing_flips(case: Case) -> Iterator[Hit]:
     algo = case.input.algo
     if not case.model.experts or (algo.updates_per_batch == 1 and case.staleness < 1):
         return
-    by_sequence = algo.estimator == "gspo" or case.ratio_correction == "seq_mask"
+    by_sequence = "gspo" in (algo.estimator, algo.loss) or case.ratio_correction in BY_SEQUENCE
     replayed = case.input.train.router_replay == "rollout"
     if by_sequence and replayed:
         yield Hit(
