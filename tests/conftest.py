@@ -15,7 +15,8 @@ from tests.tiny import make_tiny_moe
 LONG = (
     "test_learning.py", "test_crash.py", "test_walk_agents.py", "test_walk.py", "test_envs_code.py", "test_examples_code.py",
     "test_examples_search.py", "test_docs_first_environment.py", "test_eval_walk.py", "test_envs_checking.py",
-    "test_training_eval_walk.py", "test_service_programs.py", "test_walk_plans.py", "test_kill_matrix.py",
+    "test_training_eval_walk.py", "test_service_programs.py", "test_walk_plans.py", "test_kill_matrix.py", "test_train_modes.py",
+    "test_parallel_layouts.py", "test_trainer_fsdp.py", "test_trainer_fsdp_models.py",
 )  # fmt: skip
 """Files that take minutes: first, so that no worker is left with one of them at the end."""
 
