@@ -70,7 +70,7 @@ class GroupsConfig(Section):
     """Groups of one training batch."""
     group_size: int = Field(8, ge=1)
     """Rollouts of one task."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Training traffic is sampled from the whole distribution at this temperature."""
     max_response: int = Field(256, ge=1)
     """Tokens of one reply."""
@@ -79,7 +79,9 @@ class GroupsConfig(Section):
     max_context: int | None = Field(None, ge=1)
     """Tokens of prompt and reply together; None: the engine's window."""
     drop_zero_variance: bool = True
-    """Groups whose rewards are all equal are dropped and counted: their advantage is zero."""
+    """Groups whose rewards are all equal are dropped and counted where that makes their advantage zero: not with estimators that
+    compare with the whole batch or with nothing, nor where turns, a penalty in the reward or an advantage of the user's make a
+    difference."""
     oversample: float = Field(1.0, ge=1, le=64, allow_inf_nan=False)
     """Groups that may be under way for each group of the batch: the first ready ones are trained, and the others are kept for the next
     step. Of asynchronous schedules the staleness bound says it already."""

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from palestra.agents.config import AgentConfig
 from palestra.agents.evaluation.config import EvalConfig
+from palestra.cli.engines.rules import agents_there
 from palestra.cli.planner.runsections import PlanWorkload
 from palestra.cli.planner.sections import PlanHardware
 from palestra.cli.sections import FolderSection, ModelConfig, RunSection, check_passed
@@ -80,16 +81,8 @@ class RunConfig(Section):
         self.schedule.staleness(self.algo.updates_per_batch)
         self._carries_over()
         self._evaluates()
-        if self.weights.mode == "delta" and (
-            lacking := [url for url in self.rollout.urls if url not in self.rollout.agents]
-        ):
-            raise ValueError(
-                f'weights.mode = "delta" needs an agent on every engine\'s host: rollout.agents has none for {lacking[0]}'
-            )
-        if self.weights.mode == "delta" and not self.rollout.urls:
-            raise ValueError(
-                'weights.mode = "delta" is for engines on other hosts: rollout.urls and rollout.agents must name them'
-            )
+        if self.weights.mode == "delta":
+            refuse(agents_there(self.rollout.urls, self.rollout.agents))
         return self
 
     def _evaluates(self) -> None:

@@ -29,6 +29,8 @@ from palestra.cli.plans.sources import Source, of_either, of_file, of_recipe
 from palestra.cli.plans.writing import write_files
 from palestra.envs.overrides import read_value
 
+MODES = ("explain", "sweep", "compare", "export", "toml", "list", "rules_page")
+"""Options that say what is done in place of a report; one at a time."""
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "head": "bold", "dim": "dim", "": ""}
 
 
@@ -67,6 +69,12 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--list", action="store_true", help="presets of models and GPUs, and recipes")
     parser.add_argument("--rules-page", action="store_true", help="all rules, as docs/plan-rules.md has them")
     options, words = parser.parse_known_args(argv)
+    _check_words(parser, options, words)
+    return options, words
+
+
+def _check_words(parser: argparse.ArgumentParser, options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Ends with status 2 where words exclude each other, or where one would be without effect."""
     if bad := [word for word in words if not word.startswith("--") or "=" not in word]:
         parser.error(f"unexpected {bad[0]!r}; overrides look like --table.key=value")
     if options.config is not None and options.recipe is not None:
@@ -79,12 +87,27 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("give a run's file, or --recipe NAME (--list names them)")
     if (options.only or options.force) and options.export is None:
         parser.error("--only and --force go with --export")
-    modes = [name for name in ("explain", "sweep", "compare", "export", "toml") if getattr(options, name)]
+    modes = [name for name in MODES if getattr(options, name)]
     if len(modes) > 1:
-        parser.error(f"--{modes[0]} and --{modes[1]} do not go together")
-    if options.json and options.explain:
+        parser.error(f"{_flag(modes[0])} and {_flag(modes[1])} do not go together")
+    mode = modes[0] if modes else ""
+    if options.json and mode == "explain":
         parser.error("--explain has no --json: plan --json has the same of everything")
-    return options, words
+    if options.json and mode in ("export", "toml", "list", "rules_page"):
+        parser.error(f"{_flag(mode)} has no --json")
+    if options.strict and mode in ("explain", "sweep", "toml", "list", "rules_page"):
+        parser.error(f"--strict is of a plan: {_flag(mode)} has no findings to count")
+    source = options.config is not None or options.recipe is not None
+    if mode in ("list", "rules_page") and (source or words or options.model_config):
+        parser.error(f"{_flag(mode)} stands alone")
+    if mode == "explain" and not source and (words or options.model_config):
+        parser.error("--explain with other fields needs CONFIG or --recipe, whose they are")
+    if mode == "toml" and (options.config is not None or words or options.model_config):
+        parser.error("--toml prints a recipe's file as it is: it goes with --recipe alone")
+
+
+def _flag(mode: str) -> str:
+    return "--" + mode.replace("_", "-")
 
 
 def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -129,7 +152,12 @@ def _source(options: argparse.Namespace, overrides: Sequence[str]) -> Source:
 
 
 def _sweep(source: Source, words: Sequence[str], as_json: bool) -> int:
-    rows = sweep(source.tables, dict(_axis(word) for word in words), source.model)
+    axes: dict[str, list[Any]] = {}
+    for path, values in map(_axis, words):
+        if path in axes:
+            raise ConfigError(f"--sweep {path} is given twice: write all of its values in one")
+        axes[path] = values
+    rows = sweep(source.tables, axes, source.model)
     if as_json:
         print(dumped([plain_row(row) for row in rows]), end="")
     else:
@@ -147,8 +175,15 @@ def _axis(word: str) -> tuple[str, list[Any]]:
     table, _, key = path.partition(".")
     if not equals or not table or not key or not text:
         raise ConfigError(f"--sweep {word}: write table.key=A,B,C")
+    if path == "model.path":
+        raise ConfigError("--sweep model.path: dimensions are read once, of one folder; sweep model.preset")
     whole = read_value(text)
-    return path, whole if isinstance(whole, list) else [read_value(each.strip()) for each in text.split(",")]
+    if isinstance(whole, list):
+        return path, whole
+    parts = [each.strip() for each in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f'--sweep {word}: a value is empty; write table.key=A,B,C, and an empty text as ""')
+    return path, [read_value(each) for each in parts]
 
 
 def _compare(source: Source, report: PlanReport, other: Source, as_json: bool) -> None:

@@ -6,6 +6,7 @@ In: a configuration. Out: a folder with `run.toml`, `meta.json` and the keys. A 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -31,6 +32,8 @@ from palestra.cli.config import (
 )
 from palestra.cli.roles.context import write_atomically
 from palestra.cli.sections import ModelConfig
+from palestra.server.store.lock import FileLock
+from palestra.server.types import StoreError
 
 MAY_CHANGE = frozenset(
     {
@@ -57,6 +60,26 @@ SERVICE_KEEPS = frozenset({"model.path", "rollout.context_len"})
 """Fields that a service cannot have otherwise than before: its open sessions are told in this model's tokens, within this window."""
 
 
+@contextlib.contextmanager
+def owned(folder: Path, lock_name: str) -> Iterator[None]:
+    """While the context is open no other process runs in this folder. The lock ends with its process, however that ends.
+
+    Raises:
+        ConfigError: one does.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / lock_name)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made: {error.strerror}") from None
+    except StoreError as error:
+        raise ConfigError(f"this folder is run or served already, or cannot be written: {error}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def prepare(config: RunConfig, model_folder: Path, resume: bool) -> Path:
     """A training run's folder, ready for its roles.
 
@@ -71,7 +94,9 @@ def prepare(config: RunConfig, model_folder: Path, resume: bool) -> Path:
         raise ConfigError(f"{folder} has no run to resume")
     if resume:
         _check_kind(folder, "train")
-        if changed := [line for key, line in _changes(folder, config) if not may_change(key)]:
+        # A run that only plays, or only trains, is its batches; one that does both may keep them or not.
+        fixed = {"run.dump"} if config.run.mode != "train" else set()
+        if changed := [line for key, line in _changes(folder, config) if key in fixed or not may_change(key)]:
             raise ConfigError(
                 f"a resumed run cannot change {', '.join(changed)}; start a new run under another --run.name"
             )
@@ -115,7 +140,8 @@ def resolve_model(model: ModelConfig, console: Console) -> Path:
 def _furnish(folder: Path, config: AnyConfig, model_folder: Path, kind: str, parts: Sequence[str]) -> None:
     for part in parts:
         (folder / part).mkdir(parents=True, exist_ok=True)
-    for stale in (folder / "roles").glob("*.json"):
+    # Only a folder with a run has files of roles that are ours to take away.
+    for stale in (folder / "roles").glob("*.json") if (folder / "run.toml").is_file() else ():
         stale.unlink()
     _make_key(folder / "roles" / "admin.token")
     meta = {
@@ -131,11 +157,17 @@ def _furnish(folder: Path, config: AnyConfig, model_folder: Path, kind: str, par
 
 
 def _make_key(path: Path) -> None:
-    """A random key that only this user can read; one that is there stays."""
-    if not path.is_file():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(secrets.token_urlsafe(32))
+    """A random key that only this user can read, there whole or not at all; one that is there stays."""
+    if path.is_file() and path.stat().st_size:
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_urlsafe(32))
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(path)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from palestra.envs.config import Section
 from palestra.server.config import EngineSection
@@ -99,6 +99,12 @@ class RunSection(FolderSection):
     """
     dump: Path | None = None
     """A folder of claimed batches: train and rollout_only write them there, train_only reads them. None: none are kept."""
+
+    @field_validator("dump")
+    @classmethod
+    def _whole(cls, value: Path | None) -> Path | None:
+        # The same folder wherever the run is gone on with.
+        return None if value is None else value.expanduser().absolute()
 
     @model_validator(mode="after")
     def _dumps(self) -> RunSection:

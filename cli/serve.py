@@ -24,10 +24,8 @@ from palestra.cli.launch.local import LocalLauncher
 from palestra.cli.launch.types import LaunchError
 from palestra.cli.progress import Progress, summary
 from palestra.cli.roles.context import write_atomically
-from palestra.cli.runfolder import prepare_service, resolve_model
+from palestra.cli.runfolder import owned, prepare_service, resolve_model
 from palestra.server.listen import bind, url_of
-from palestra.server.store.lock import FileLock
-from palestra.server.types import StoreError
 
 ADDRESSES = "serve.json"
 """File in the run folder: where the service is reached. Its ports are taken again at the next start."""
@@ -51,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         loaded = load_as(ServeConfig, config, overrides)
         model = resolve_model(loaded.model, console)
         folder = loaded.folder.resolve()
-        with _owned(folder):
+        with owned(folder, "serve.lock"):
             prepare_service(loaded, model)
             with _listening(loaded, folder) as sockets:
                 return run(folder, loaded, sockets, console)
@@ -128,26 +126,6 @@ def _arguments(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     ):
         parser.error("give --model M, or a configuration file")
     return options.config, [f"--{field}={value}" for field, value in said.items() if value is not None] + overrides
-
-
-@contextlib.contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """While the context is open no other process serves this folder.
-
-    Raises:
-        ConfigError: one does.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "serve.lock")
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made: {error.strerror}") from None
-    except StoreError as error:
-        raise ConfigError(f"this folder is served already, or cannot be written: {error}") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

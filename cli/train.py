@@ -21,7 +21,7 @@ from palestra.cli.modes import add_flags, check_mode, overrides_of, supervisor_o
 from palestra.cli.preflight import keep, preflight
 from palestra.cli.progress import Progress, summary
 from palestra.cli.replay import replay_run
-from palestra.cli.runfolder import prepare, resolve_model
+from palestra.cli.runfolder import owned, prepare, resolve_model
 from palestra.envs.registry import find_spec
 from palestra.envs.tasksources import read_any_tasks
 from palestra.envs.types import EnvError, TaskError
@@ -56,15 +56,16 @@ def main(argv: Sequence[str]) -> int:
             return replay_run(config, model, options.replay, console)
         left_out = check_mode(config, options.resume)
         report = preflight(tables, model, str(options.config))
-        folder = prepare(config, model, options.resume)
-        for line in [*keep(folder, report), *left_out]:
-            console.print(f"warning {line}", highlight=False)
-        if options.resume:
-            settle_evaluations(folder, console)
+        with owned(config.folder.resolve(), "train.lock"):
+            folder = prepare(config, model, options.resume)
+            for line in [*keep(folder, report), *left_out]:
+                console.print(f"warning {line}", highlight=False)
+            if options.resume:
+                settle_evaluations(folder, console)
+            return run(folder, config, console)
     except (ConfigError, EnvError, TaskError, EvaluatingError) as error:
         print(f"palestra train: {error}", file=sys.stderr)
         return 2
-    return run(folder, config, console)
 
 
 def run(folder: Path, config: RunConfig, console: Console) -> int:

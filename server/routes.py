@@ -54,7 +54,7 @@ def require_admin(request: Request) -> None:
     SessionError: 401 without the admin token.
     """
     token: str = request.app.state.admin_token
-    if not hmac.compare_digest((key_of(dict(request.headers.raw)) or "").encode(), token.encode()):
+    if not token or not hmac.compare_digest((key_of(dict(request.headers.raw)) or "").encode(), token.encode()):
         raise SessionError("this route needs the admin token", 401, "invalid_api_key")
 
 

@@ -212,7 +212,7 @@ def test_tasks_of_a_file_and_arguments_of_the_environment(model: HashModel, tmp_
         (["--retry-errors"], "--retry-errors goes with --resume"),
         (["--set", "levels=1"], "write args.NAME=VALUE"),
         (["--set", "args.nothing=1"], "nothing"),
-        (["--set", "sandbox.boxes=0"], "boxes: Input should be"),
+        (["--set", "sandbox.boxes=0"], "sandbox.boxes is 0"),
         (["--param", "top_p"], "write NAME=VALUE"),
         (["--tasks", "/nowhere.jsonl"], "cannot be read"),
         (["--agent", "nowhere:f"], "there is no module 'nowhere'"),

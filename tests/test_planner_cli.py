@@ -86,6 +86,10 @@ def test_strict_counts_warnings(capsys: pytest.CaptureFixture[str]) -> None:
         (["--recipe", "nobody"], "no recipe nobody; known: "),
         (["--recipe", "laptop", "--train=3"], "overrides look like"),
         (["--recipe", "laptop", "--sweep", "tp=1,2"], "write table.key=A,B,C"),
+        (["--recipe", "laptop", "--sweep", "train.tp=1,,2"], "a value is empty"),
+        (["--recipe", "laptop", "--sweep", "train.tp=1, "], "a value is empty"),
+        (["--recipe", "laptop", "--sweep", "train.tp=1", "--sweep", "train.tp=2"], "train.tp is given twice"),
+        (["--recipe", "laptop", "--sweep", "model.path=a,b"], "sweep model.preset"),
         (["--recipe", "laptop", "--explain", "P2033"], "near: "),
         (["--explain", "time.sync_s"], "numbers of a plan need CONFIG or --recipe"),
         (["--recipe", "laptop", "--compare", "nobody"], "no recipe nobody"),
@@ -106,6 +110,21 @@ def test_what_cannot_be_read_is_status_2(argv: list[str], said: str, capsys: pyt
         ["run.toml", "--force"],
         ["run.toml", "--sweep", "train.tp=1", "--compare", "laptop"],
         ["run.toml", "--json", "--explain", "P001"],
+        ["run.toml", "--toml"],
+        ["--recipe", "laptop", "--toml", "--train.tp=2"],
+        ["--recipe", "laptop", "--toml", "--json"],
+        ["--recipe", "laptop", "--toml", "--strict"],
+        ["--recipe", "laptop", "--toml", "--model-config", "config.json"],
+        ["--recipe", "laptop", "--list"],
+        ["--list", "--train.tp=2"],
+        ["--list", "--rules-page"],
+        ["--list", "--json"],
+        ["--rules-page", "--strict"],
+        ["--explain", "P001", "--strict"],
+        ["--explain", "P001", "--train.tp=2"],
+        ["--explain", "P001", "--model-config", "config.json"],
+        ["run.toml", "--sweep", "train.tp=1", "--strict"],
+        ["run.toml", "--export", "folder", "--json"],
     ],
 )
 def test_words_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +202,22 @@ def test_a_model_that_nobody_can_read_needs_its_dimensions(
     told(capsys, run_file, "--model-config", tmp_path / "config.json", status=2)
     (tmp_path / "config.json").write_text("[]")
     told(capsys, run_file, "--model-config", tmp_path / "config.json", status=2)
+
+
+# Tables that are passed on.
+
+
+def test_names_that_megatron_core_does_not_have_are_unknown(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, run_file, "--megatron.recompute_granularty=full", status=1)
+    assert "P001  megatron.recompute_granularty" in out
+    assert "did you mean recompute_granularity?" in out
+    told(capsys, run_file, "--megatron.recompute_granularity=full")
+
+
+def test_a_sweep_looks_at_tables_that_are_passed_on_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--recipe", "laptop", "--megatron.recompute_granularity=full", "--sweep", "train.backend=megatron,fsdp"]
+    rows = json.loads(told(capsys, *words, "--json"))
+    assert {row["values"]["train.backend"]: row["errors"] for row in rows} == {"megatron": [], "fsdp": ["P002"]}
 
 
 # Sweeps.

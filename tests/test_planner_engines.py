@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from palestra.cli.engines import rules as sizes_of
+from palestra.cli.planner.case import Case
 from palestra.cli.planner.examples import data_of
 from palestra.cli.planner.presets import MODELS
-from palestra.cli.planner.rules import engine_caches, engine_kinds, placement
+from palestra.cli.planner.rules import engine_caches, engine_kinds, placement, schedule
 from palestra.cli.planner.rules.engine_words import engine_count, routed, sound
 from palestra.cli.planner.types import Example, Severity
 from tests.enginecases import OWN, case, codes, found, only
@@ -80,6 +81,76 @@ def test_gpus_are_counted_once_where_they_are_shared(mode: str, train: int, roll
     assert placement.gpus_needed(case("qwen3-4b", fields)) == need
     apart = {"placement.reference": "separate_gpus", "placement.reference_gpus": 2}
     assert placement.gpus_needed(case("qwen3-4b", {**fields, **apart})) == need + 2
+
+
+@pytest.mark.parametrize("mode", ["colocated", "separate", "external"])
+@pytest.mark.parametrize("given", [0, 2])
+def test_gpus_of_the_reference_are_taken_from_those_that_are_there(mode: str, given: int) -> None:
+    """At least one where they are apart; nobody has to say what is left for training and rollout."""
+    fields = {
+        "placement.mode": mode,
+        "placement.train_gpus": None,
+        "placement.rollout_gpus": None,
+        "placement.reference": "separate_gpus",
+        "placement.reference_gpus": given,
+    }
+    of = case("qwen3-4b", fields)
+    assert of.reference_gpus == max(1, given)
+    assert placement.gpus_needed(of) == of.gpus_there == 8
+    assert only(of, "P301") == []
+
+
+def test_gpus_of_a_reference_that_is_not_apart_are_not_taken() -> None:
+    idle = {"placement.mode": "separate", "placement.train_gpus": 4, "placement.reference_gpus": 3}
+    of = case("qwen3-4b", idle)
+    assert (of.reference_gpus, of.rollout_gpus, placement.gpus_needed(of)) == (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({}, "separate"),
+        ({"schedule.colocated": True}, "colocated"),
+        ({"rollout.urls": ["http://a"]}, "external"),
+        ({"placement": {"external_urls": ["http://a"]}}, "external"),
+        ({"placement": {"mode": "separate"}, "schedule.colocated": True}, "separate"),
+        ({"hardware.gpu": "cpu", "rollout.urls": ["http://a"]}, "cpu"),
+    ],
+)
+def test_a_placement_that_is_left_out_follows_from_what_is_said(fields: dict[str, Any], mode: str) -> None:
+    assert case("qwen3-4b", {"placement": None, **fields}).mode == mode
+
+
+@pytest.mark.parametrize("mode", ["colocated", "separate", "external"])
+def test_a_placement_of_gpus_that_are_not_there_is_refused(mode: str) -> None:
+    urls = {"placement.external_urls": ["http://a"]} if mode == "external" else {}
+    given = {"placement.mode": mode, **urls}
+    (refused,) = only(case("laptop", given), "P311")
+    assert (refused.path, refused.suggest) == ("placement.mode", {"placement.mode": None})
+    assert only(case("laptop", {**given, **refused.suggest}), "P311") == []
+    assert "P311" not in codes(case("qwen3-4b", {"placement.mode": "cpu", "placement.train_gpus": None}))
+
+
+def test_engines_of_others_are_counted_once_whichever_table_names_them() -> None:
+    names = ["http://a", "http://b", "http://c"]
+    external = {"placement.mode": "external", "rollout.pd": None, "workload.tool_s": 1_000.0}
+    here = case("two-nodes", {**external, "rollout.urls": names})
+    there = case("two-nodes", {**external, "placement.external_urls": names})
+    both = case("two-nodes", {**external, "rollout.urls": names[:2], "placement.external_urls": names[1:]})
+    one = case("two-nodes", {**external, "rollout.urls": names[:1]})
+    assert one.times is not None
+    for of in (here, there, both):
+        assert of.times is not None
+        assert (of.sampling_engines, engine_count(of)) == (3, 3)
+        assert of.running == pytest.approx(one.running / 3)
+        assert of.times.rollout_s < one.times.rollout_s
+        assert starved(of) == starved(here) != starved(one)
+        assert starved(of)
+
+
+def starved(of: Case) -> list[str]:
+    """What P503 says."""
+    return [finding.message for rule in schedule.RULES if rule.code == "P503" for finding in rule.findings(of)]
 
 
 def test_gpus_that_no_engine_of_the_pool_has_are_idle() -> None:

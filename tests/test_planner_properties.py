@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from typing import Any, Literal, get_args, get_origin
 
 import annotated_types
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from palestra.cli.engines.rules import MOST, divisors
 from palestra.cli.planner.examples import OURS, PUBLIC, changed, data_of
 from palestra.cli.planner.explain import fields
-from palestra.cli.planner.inputs import PlanInput, section_of
+from palestra.cli.planner.inputs import COUNTED, PlanInput, section_of
 from palestra.cli.planner.plain import dumped, plain
 from palestra.cli.planner.plan import plan
 from palestra.cli.planner.presets import DEVICES, MODELS
@@ -33,7 +35,7 @@ from palestra.envs.config import Section
 
 PLANNER = Path(__file__).resolve().parent.parent / "cli" / "planner"
 RECIPES = (*PUBLIC, *OURS)
-WHOLE = (0, 1, 2, 3, 4, 7, 8, 16, 64, 1000, 4096, 10**6, 10**12)
+WHOLE = (0, 1, 2, 3, 4, 7, 8, 16, 64, 1000, 4096, 10**6, 10**9 + 1, 10**12)
 NUMBERS = (0.0, 0.01, 0.5, 0.9, 1.0, 1.5, 60.0, 1e6, 1e12)
 TEXTS = ("", "x", "/shared/x", "http://127.0.0.1:30000", "fa3", "flashinfer", "docker")
 NAMES = {"model.preset": list(MODELS), "hardware.gpu": [*DEVICES, "custom", "nobody"]}
@@ -106,9 +108,29 @@ def test_the_fields_are_those_that_can_be_explained() -> None:
 
 @FAST
 @given(st.sampled_from(RECIPES), changes(1))
+@example("two-nodes", {"hardware.nodes": 10_000, "placement.rollout_gpus": 40_000, "rollout.pd": None})
+@example("qwen3-4b", {"algo.groups_per_step": 10**9 + 1, "train.dynamic_batch": False, "train.micro_batch": 3})
+@example("qwen3-4b", {"rollout.gpus_per_engine": 10**9 + 1})
+@example("laptop", {"algo.temperature": math.nan})
+@example("laptop", {"algo.temperature": math.inf})
 def test_one_field_of_a_valid_plan_changed_never_raises(recipe: str, change: dict[str, Any]) -> None:
     report = plan(changed(data_of(Example(recipe)), change))
     assert report.findings == tuple(sorted(report.findings, key=lambda each: each.order))
+
+
+@pytest.mark.parametrize("path", COUNTED)
+def test_what_is_gone_through_one_by_one_has_a_bound(path: str) -> None:
+    report = plan(changed(data_of(Example("two-nodes")), {path: COUNTED[path] + 1}))
+    assert ("P002", path) in {(each.code, each.path) for each in report.findings}
+    assert report.quantities == ()
+    assert path in FIELDS
+
+
+def test_sizes_of_engines_are_looked_at_up_to_a_bound() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(0) == []
+    assert divisors(2 * (10**9 + 1))[:2] == [1, 2]
+    assert divisors(10**18)[-1] <= MOST
 
 
 @FAST
@@ -129,6 +151,8 @@ def heads(findings: Any) -> list[str]:
 
 @FAST
 @given(st.sampled_from(RECIPES), changes(6))
+@example("two-nodes", {"rollout.pd.transfer": "fake"})
+@example("two-nodes", {"rollout.pd.transfer": "nixl", "hardware.rdma": False})
 def test_a_row_of_a_sweep_has_the_errors_of_its_plan(recipe: str, change: dict[str, Any]) -> None:
     data = data_of(Example(recipe))
     errors = plan(changed(data, change)).of(Severity.ERROR)

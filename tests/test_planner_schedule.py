@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from palestra.cli.config import ConfigError, check_config
 from palestra.cli.planner.examples import changed, data_of
 from palestra.cli.planner.plan import case_of, plan
 from palestra.cli.planner.types import Example, Finding, Severity
+from palestra.cli.train import check_inputs
 from palestra.server.config import ScheduleConfig
 from palestra.server.schedulerules import bound, least_findings
 
@@ -72,6 +74,11 @@ def test_a_plain_run_is_told_nothing_but_notes(preset: str) -> None:
         ({"schedule": {"kind": "one_step_off", "colocated": True}}, "P520"),
         ({"algo": {"oversample": 2.0}, "schedule": {"kind": "one_step_off"}}, "P521"),
         ({"weights": {"mode": "delta", "transport": "tensor"}}, "P605"),
+        ({"weights": {"mode": "delta"}}, "P616"),
+        ({"weights": {"mode": "delta"}, "rollout": {"engine": "sglang", "urls": ["http://e"]}}, "P616"),
+        ({"train": {"backend": "fsdp"}, "megatron": {"x": 1}}, "P002"),
+        ({"sglang": {"x": 1}}, "P002"),
+        ({"router": {"x": 1}, "rollout": {"engine": "sglang"}}, "P002"),
         ({"algo": {"group_size": 2, "min_group": 3}}, "P720"),
         ({"algo": {"ratio_correction": "none", "ratio_clip": 3.0}}, "P721"),
         ({"algo": {"ratio_correction": "tis", "sequence_clip": 1.2}}, "P721"),
@@ -85,6 +92,59 @@ def test_a_run_refuses_in_the_words_that_a_plan_shows(tables: dict[str, Any], co
     with pytest.raises(ConfigError) as refused:
         check_config({**data, "model": {"path": "m"}}, "run.toml")
     assert [line for line in str(refused.value).splitlines() if errors[0].message in line]
+
+
+@pytest.mark.parametrize(
+    ("tables", "code", "said"),
+    [
+        ({"algo": {"max_response": 2048}}, "P706", "leaves no room for a prompt in 2048 tokens"),
+        ({"algo": {"max_context": 256, "max_response": 256}}, "P706", "leaves no room for a prompt in 256 tokens"),
+        ({"megatron": {"num_layers": 1}}, "P002", "megatron.num_layers cannot be set here"),
+        ({"algo": {"temperature": 0.0}}, "P710", "algo.temperature"),
+        ({"algo": {"temperature": math.nan}}, "P710", "algo.temperature"),
+        ({"algo": {"temperature": math.inf}}, "P710", "algo.temperature"),
+        ({"sglang": 3}, "P002", "sglang"),
+        ({"version": 2}, "P002", "version"),
+    ],
+)
+def test_what_training_refuses_before_it_starts_is_an_error_of_its_plan(
+    tables: dict[str, Any], code: str, said: str
+) -> None:
+    data = {"model": {"path": "m"}, "env": {"id": "palestra/Calculator-v0"}, **tables}
+    report = plan({**data, "model": {"preset": "smollm2-135m"}})
+    (error,) = report.of(Severity.ERROR)
+    assert (error.code, said in error.message) == (code, True), error
+    with pytest.raises(ConfigError, match=said):
+        check_inputs(check_config(data, "run.toml"))
+
+
+def test_a_reply_that_fills_the_window_is_shortened() -> None:
+    replies = {
+        "algo.max_prompt": None,
+        "algo.max_context": None,
+        "algo.max_response": 2000,
+        "rollout.context_len": 2000,
+    }
+    assert found("laptop", replies)["P706"].suggest == {"algo.max_response": 1000}
+    assert "P706" not in found("laptop", {**replies, "algo.max_response": 1999})
+
+
+def test_keys_of_megatron_that_are_not_built_are_told_as_such() -> None:
+    report = plan(data_of(Example("qwen3-4b", {"megatron.tensor_model_parallel_size": 2})))
+    assert "megatron.tensor_model_parallel_size" in report.not_built
+    assert report.of(Severity.ERROR) == ()
+
+
+def test_tables_are_passed_on_to_engines_that_a_plan_starts() -> None:
+    passed = {"sglang.x": 1, "router.x": 1}
+    assert plan(data_of(Example("qwen3-4b", passed))).of(Severity.ERROR) == ()
+    one = plan(data_of(Example("qwen3-4b", {**passed, "rollout.engines": 1})))
+    assert [(each.code, each.path) for each in one.of(Severity.ERROR)] == [("P002", "router")]
+
+
+def test_launchers_start_agents_and_training_on_a_cpu_does_not() -> None:
+    assert "P616" not in found("two-nodes", DELTA)
+    assert "P616" in found("laptop", DELTA)
 
 
 def test_bounds_count_train_steps_not_optimizer_steps() -> None:

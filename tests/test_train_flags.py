@@ -10,6 +10,7 @@ import pytest
 
 from palestra.cli.config import ConfigError, RunConfig, check_config, load_config
 from palestra.cli.modes import add_flags, check_mode, overrides_of
+from palestra.cli.runfolder import owned, prepare
 from palestra.cli.train import main
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "env": {"id": "palestra/Calculator-v0"}}
@@ -71,3 +72,37 @@ def test_what_a_run_without_engines_leaves_out_is_said(tmp_path: Path) -> None:
         "[eval]: nothing is evaluated without engines",
         f"run.steps: {tmp_path} has batches for 1 of 10 steps",
     ]
+
+
+def test_a_run_that_plays_and_trains_may_begin_to_keep_batches_and_others_keep_their_folder(tmp_path: Path) -> None:
+    def prepared(mode: str, dump: Path | None, resume: bool) -> Path:
+        config = config_of(mode, dump)
+        placed = config.model_copy(update={"run": config.run.model_copy(update={"save_dir": str(tmp_path / mode)})})
+        return prepare(placed, tmp_path, resume)
+
+    prepared("train", None, resume=False)
+    prepared("train", tmp_path / "dump", resume=True)
+    for mode in ("train_only", "rollout_only"):
+        prepared(mode, tmp_path / "dump", resume=False)
+        prepared(mode, tmp_path / "dump", resume=True)
+        with pytest.raises(ConfigError, match=r"cannot change run\.dump"):
+            prepared(mode, tmp_path / "elsewhere", resume=True)
+
+
+def test_a_folder_is_one_process_s_and_its_key_is_there_whole(tmp_path: Path) -> None:
+    config = config_of("train", None)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"save_dir": str(tmp_path)})})
+    folder = config.folder.resolve()
+    (folder / "roles").mkdir(parents=True)
+    (folder / "roles" / "web.json").write_text("{}")
+    (folder / "roles" / "admin.token").write_text("")
+    with owned(folder, "train.lock"):
+        prepare(config, tmp_path, resume=False)
+        with pytest.raises(ConfigError, match="run or served already"), owned(folder, "train.lock"):
+            raise AssertionError("two at once")
+    assert (folder / "roles" / "web.json").is_file(), "a file that no run of ours has made"
+    key = folder / "roles" / "admin.token"
+    assert (len(key.read_text()) > 40, key.stat().st_mode & 0o077) == (True, 0)
+    with owned(folder, "train.lock"):
+        prepare(config, tmp_path, resume=True)
+    assert not (folder / "roles" / "web.json").exists(), "a role's place in an earlier start"

@@ -210,15 +210,15 @@ def test_undiscounted_final_scores_are_the_outcome_s_advantage_at_every_turn(est
     assert values(rows, estimator=estimator, turn_discount=1.0) == pytest.approx(outcome)
 
 
-def test_turns_of_forks_follow_each_other_and_shared_ones_belong_to_their_row() -> None:
+def test_turns_in_several_branches_cannot_be_told_apart_and_shared_ones_belong_to_their_row() -> None:
     forks = [
         row("A", "pSoSS", 4.0, branch=0, turns=(1.0, 0.0, 1.0, 0.0)),
         row("A", "psoooSoS", 4.0, branch=1, turns=(1.0, 0.0, 1.0, 0.0)),
     ]
-    # turns gave 1, 0, 1, 0 and the end 2: what followed is 4, 3, 3, 2
-    expected = [[0, 4, 0, 3, 3], [0, 0, 0, 0, 0, 3, 0, 2]]
-    assert by_token(forks, estimator="reinforce", turn_discount=1.0) == expected
-    assert by_token(forks[::-1], estimator="reinforce", turn_discount=1.0) == expected[::-1]
+    algo = AlgoConfig.model_validate({"estimator": "reinforce", "turn_discount": 0.5})
+    told = batch_advantages(forks, algo)
+    assert told.metrics == {"train/turn_credit/untold": 1.0}
+    assert told.rows == [RowAdvantage("A", branch, 4.0, 0.0, 0.0) for branch in (0, 1)]
 
 
 def test_masked_parts_do_not_split_a_turn_and_a_close_does_not_join_two() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -66,3 +67,27 @@ def test_every_field_is_read_somewhere(section: type[TrainConfig]) -> None:
     code = "\n".join(path.read_text() for path in root.rglob("*.py") if path.name != "config.py")
     unread = [name for name in section.__annotations__ if name in section.model_fields and f".{name}" not in code]
     assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "drops"),
+    [
+        ({}, True),
+        ({"estimator": "rloo"}, True),
+        ({"estimator": "reinforce_pp_baseline"}, True),
+        ({"drop_zero_variance": False}, False),
+        ({"estimator": "reinforce"}, False),
+        ({"estimator": "reinforce_pp"}, False),
+        ({"turn_discount": 0.5}, False),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, False),
+        ({"advantage": "a.b:c"}, False),
+    ],
+)
+def test_groups_of_equal_rewards_are_dropped_where_they_teach_nothing(algo: dict[str, Any], drops: bool) -> None:
+    assert AlgoConfig.model_validate(algo).drops_equal_groups is drops
+
+
+def test_a_loss_of_the_user_s_is_no_gspo_whatever_its_module_is_called() -> None:
+    own = AlgoConfig.model_validate({"loss": "gspo_variants.losses:mine"})
+    assert (own.by_row, own.clip, own.correction(False)) == (False, (0.2, 0.2), "none")
+    assert AlgoConfig.model_validate({"loss": "gspo", "clip_high": 0.01}).clip == (3e-4, 0.01)

@@ -28,7 +28,7 @@ from palestra.trainer.dumps import (
     read_batch,
     write_batch,
 )
-from palestra.trainer.offline import DumpSource, DumpWriter, NoEngines, as_version
+from palestra.trainer.offline import DumpSource, DumpWriter, NoEngines, as_version, check_age
 from palestra.trainer.records import row_record
 from palestra.trainer.replay import _start, differences
 from palestra.trainer.step import StepResult
@@ -144,6 +144,33 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     DumpWriter(tmp_path, "run", "shape", "hash", trains=True)(1, batch().groups, 0, 0)
     with pytest.raises(DumpError, match="batches of run 'run', this is 'second'"):
         DumpWriter(tmp_path, "second", "shape", "hash", trains=True)
+
+
+def test_a_run_that_went_back_forgets_the_batches_of_its_abandoned_steps_and_nobody_elses(tmp_path: Path) -> None:
+    first = DumpWriter(tmp_path, "run", "shape", "hash", trains=True)
+    for step in (1, 2, 3, 4):
+        first(step, batch(step).groups, step - 1, step - 1)
+    write_batch(tmp_path, batch(step=9, run="other"))
+    again = DumpWriter(tmp_path, "run", "shape", "hash", trains=True)
+    assert len(batch_files(tmp_path)) == 5, "nothing goes before the run has gone on"
+    again(2, batch(7).groups, 1, 1)
+    assert [path.name for path in batch_files(tmp_path)] == [f"step-0000000{step}.batch" for step in (1, 2, 9)]
+    again(3, batch(8).groups, 2, 2)
+    assert len(batch_files(tmp_path)) == 4
+    with pytest.raises(DumpError, match="a run of this name with another model"):
+        DumpWriter(tmp_path, "run", "another shape", "hash", trains=True)
+
+
+def test_what_one_policy_played_is_held_to_the_staleness_bound(tmp_path: Path) -> None:
+    check_age(tmp_path, 9, 0)
+    for step in (1, 2, 3):
+        write_batch(tmp_path, batch(step, trained=False))
+    check_age(tmp_path, 9, 2)
+    check_age(tmp_path, 2, 1)
+    with pytest.raises(DumpError, match="would be 2 train steps old, above the bound of 1"):
+        check_age(tmp_path, 9, 1)
+    write_batch(tmp_path, batch(1, trained=True))
+    check_age(tmp_path, 9, 0)  # a run that trained has held them to its own bound
 
 
 def test_what_is_trained_is_kept_as_it_was_claimed(tmp_path: Path) -> None:

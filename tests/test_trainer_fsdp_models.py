@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from palestra.trainer.fsdp.model import sees_all
 from palestra.trainer.types import CheckpointError, ModelError
 from tests.conformance.backend_suite import exported, hf_model, reference_logprobs, torch_step
-from tests.test_trainer_fsdp import fsdp, furthest, steps_of, uneven
-from tests.tiny import make_tiny_llama
+from tests.test_trainer_fsdp import fsdp, furthest, megatron, steps_of, uneven
+from tests.tiny import make_tiny_family, make_tiny_llama
 
 TINY: dict[str, Any] = {
     "vocab_size": 464,
@@ -129,3 +129,18 @@ def test_folders_that_are_no_model_are_refused(tmp_path: Path) -> None:
         (model / "config.json").write_text(json.dumps({**told, **change}))
         with pytest.raises(ModelError, match=said):
             fsdp(model)
+
+
+@pytest.mark.walk
+@pytest.mark.parametrize("writer", [fsdp, megatron])
+def test_what_no_gradient_moves_has_no_moments_in_either_backend_s_checkpoint(writer: Any, tmp_path: Path) -> None:
+    """The bias of DeepSeek's router: a buffer of one backend, a parameter without gradient of the other."""
+    folder = make_tiny_family(tmp_path / "model", "deepseek")
+    first, second = writer(folder), (megatron if writer is fsdp else fsdp)(folder)
+    steps_of(first, range(2))
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    assert furthest(exported(first), exported(second)) == 0.0
+    steps_of(first, range(2, 3))
+    steps_of(second, range(2, 3))
+    assert furthest(exported(first), exported(second)) <= 1e-5

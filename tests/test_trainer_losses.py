@@ -365,6 +365,23 @@ def test_losses_that_are_none_are_told_before_anything_is_trained(own: Path, nam
     assert told in str(caught.value)
 
 
+def test_a_loss_is_tried_on_what_its_batches_will_have(tmp_path: Path) -> None:
+    path = tmp_path / "beside.py"
+    path.write_text(
+        "def far(logprobs, batch):\n    return (batch['weights'] * (logprobs - batch['ref_logprobs'])).sum(), {}\n"
+        "def wide(logprobs, batch):\n    return (batch['weights'] * (logprobs + batch['entropy'].detach())).sum(), {}\n"
+    )
+
+    def loss(name: str, **algo: object) -> PolicyLoss:
+        section = AlgoConfig.model_validate({"loss": f"{path}:{name}", **algo})
+        return loss_of(TrainerSettings(Path("m"), 1, section))
+
+    with pytest.raises(TrainerError, match=r"beside\.py:far': a trial on two rows raised KeyError: 'ref_logprobs'"):
+        loss("far")
+    assert loss("far", kl_coef=0.1).own is not None
+    assert loss("wide").own is not None, "megatron's backend tells the entropy unless told otherwise"
+
+
 def test_a_module_that_is_not_there_is_named() -> None:
     with pytest.raises(TrainerError, match="there is no module 'no_such_module_here'"):
         load_loss("no_such_module_here:loss")
@@ -386,6 +403,8 @@ def test_a_module_that_is_not_there_is_named() -> None:
         ({"ratio_correction": "tis", "ratio_floor": 0.1}, "algo.ratio_floor needs"),
         ({"ratio_correction": "geo_mask", "ratio_clip": 3.0}, "algo.ratio_clip has no effect"),
         ({"opsm_delta": 0.0}, "greater than 0"),
+        ({"clip_high": float("inf")}, "finite"),
+        ({"kl_coef": 0.1, "kl_in": "reward", "turn_discount": 0.9}, "the last turn would pay for all of them"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(data: dict[str, object], told: str) -> None:
@@ -402,6 +421,8 @@ def test_what_the_sections_say_reaches_the_loss() -> None:
     assert made(dual_clip=3.0, clip_low=1.0, opsm_delta=0.1) == PolicyLoss(1.0, dual_clip=3.0, opsm_delta=0.1)
     gspo = made(loss="gspo")
     assert (gspo.kind, gspo.clip_low, gspo.clip_high) == ("gspo", 3e-4, 4e-4)
+    assert gspo.correction == RatioCorrection("tis"), "its bounds are narrower than what engine and trainer differ by"
+    assert made(loss="gspo", ratio_correction="none").correction is None
     assert made(loss="gspo_token", clip_low=0.01).clip_low == 0.01
     assert made(kl_coef=0.1, kl_estimator="k2") == PolicyLoss(kl_coef=0.1, kl_estimator="k2")
     assert made(kl_coef=0.1, kl_in="reward").kl_coef == 0

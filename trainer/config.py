@@ -5,9 +5,9 @@ Keys of the specification that this build cannot honour are refused by name; val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,6 +19,9 @@ ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce
 """By the names of `palestra.trainer.advantages.ESTIMATORS`."""
 LOSSES = ("ppo", "gspo", "gspo_token", "cispo", "reinforce")
 """By the names of `palestra.trainer.losses.SURROGATES`, which needs torch."""
+Correction: TypeAlias = Literal["none", "tis", "mask", "seq_mask", "seq_tis", "seq_mis", "geo_mask"]
+BY_ROW = ("gspo", "gspo_token")
+"""Losses whose ratio is a row's mean."""
 
 
 def _only(path: str, value: Any, built: tuple[str, ...]) -> Any:
@@ -138,8 +141,7 @@ class AlgoConfig(GroupsConfig):
     estimator: str = "grpo"
     """What a rollout's reward is compared with. grpo: its group's mean, and divided by its deviation; dr_grpo: without the division;
     rloo: the mean of its siblings; reinforce: nothing; reinforce_pp: mean and deviation of the whole batch; reinforce_pp_baseline: its
-    group's mean, and divided by the batch's deviation. reinforce and reinforce_pp learn from groups of equal rewards too, which
-    drop_zero_variance takes away."""
+    group's mean, and divided by the batch's deviation."""
     std_normalise: bool = True
     """Of grpo: divide by the standard deviation of the group's rewards; false makes it dr_grpo."""
     advantage: str | None = None
@@ -153,7 +155,7 @@ class AlgoConfig(GroupsConfig):
     their tokens, divided by reduction_tokens."""
     reduction_tokens: int | None = Field(None, ge=1)
     """Of constant: what sums are divided by, such as the most tokens that a rollout can have."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL penalty against the weights that the run started from; 0: none, and no second forward pass."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the penalty is: a term of the loss, or taken from each rollout's reward before advantages (kl_coef times the sum over its
@@ -163,23 +165,24 @@ class AlgoConfig(GroupsConfig):
     and k2 or k3 in the reward would push elsewhere than where the divergence falls."""
     loss: str = "ppo"
     """ppo, gspo, gspo_token, cispo or reinforce; or a loss of the user's, "package.module:name", see palestra.trainer.types.Loss."""
-    clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio is not followed below 1 - clip_low; 1: however far. With gspo, whose ratio is a row's mean, 0.0003 unless it is given."""
-    clip_high: float = Field(0.2, gt=0)
-    """Nor above 1 + clip_high. With gspo 0.0004 unless it is given."""
+    clip_low: float | None = Field(None, gt=0, le=1)
+    """The ratio is not followed below 1 - clip_low; 1: however far. None: 0.2, and 0.0003 with gspo, whose ratio is a row's mean."""
+    clip_high: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Nor above 1 + clip_high. None: 0.2, and 0.0004 with gspo."""
     entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """What the mean entropy of the predictions is rewarded with; needs train.backend = "megatron"."""
     dual_clip: float | None = Field(None, gt=1, allow_inf_nan=False)
     """Of ppo: where the advantage is negative the ratio is not followed above this. None: however far."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer steps over which the rollouts of a batch are spread."""
-    ratio_correction: Literal["none", "tis", "mask", "seq_mask", "seq_tis", "seq_mis", "geo_mask"] | None = None
+    ratio_correction: Correction | None = None
     """What is done about tokens that another policy sampled than the one they train. none: the clipped ratio is taken against the engine's
     logprobs. The others clip it against the trainer's own logprobs before the step, and weight each token by the ratio of those to the
     engine's: at most ratio_clip (tis); tokens whose ratio lies outside [ratio_floor, ratio_clip] left out (mask); rows whose mean ratio
     lies outside [1 / sequence_clip, sequence_clip] left out, the others as in tis (seq_mask), or as they are (geo_mask). By the product of
     a row's ratios: at most ratio_clip (seq_tis), or rows outside [ratio_floor, ratio_clip] left out (seq_mis). None: tis where the schedule
-    lets tokens be older than the weights that they train, or with veto_floor, else none."""
+    lets tokens be older than the weights that they train, with veto_floor, and with gspo, whose bounds are narrower than what engine and
+    trainer differ by; else none."""
     ratio_clip: float = Field(2.0, gt=1, allow_inf_nan=False)
     """Bound of a single token's correction, or of a row's product (seq_tis, seq_mis)."""
     ratio_floor: float | None = Field(None, gt=0, lt=1)
@@ -204,13 +207,29 @@ class AlgoConfig(GroupsConfig):
     def _loss(cls, value: str) -> str:
         return value if ":" in value else str(_only("algo.loss", value, LOSSES))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bounds_of_rows(cls, data: Any) -> Any:
-        """A row's mean ratio moves far less than a token's: GSPO's own bounds (Zheng et al. 2025, section 5.1)."""
-        if isinstance(data, Mapping) and str(data.get("loss", "")).startswith("gspo"):
-            return {"clip_low": 3e-4, "clip_high": 4e-4, **data}
-        return data
+    @property
+    def by_row(self) -> bool:
+        """Whether the ratio is a row's mean."""
+        return self.loss in BY_ROW
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """The bounds in force, below and above. A row's mean ratio moves far less than a token's: GSPO's own bounds (Zheng et al. 2025,
+        section 5.1)."""
+        low, high = (3e-4, 4e-4) if self.by_row else (0.2, 0.2)
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+    @property
+    def drops_equal_groups(self) -> bool:
+        """Whether a group of equal rewards teaches nothing, and is to be dropped: not where something else than its siblings is compared
+        with, or more than the sum of rewards."""
+        compares = self.estimator not in ("reinforce", "reinforce_pp") and self.advantage is None
+        return self.drop_zero_variance and compares and self.turn_discount is None and self.kl_in == "loss"
+
+    def correction(self, off_policy: bool) -> Correction:
+        """The correction in force. `off_policy`: whether tokens may be older than the weights that they train."""
+        needed = off_policy or self.veto_floor is not None or self.by_row
+        return self.ratio_correction or ("tis" if needed else "none")
 
     @model_validator(mode="after")
     def _advantages_fit(self) -> AlgoConfig:
@@ -250,11 +269,15 @@ class AlgoConfig(GroupsConfig):
         if self.loss != "ppo" and self.dual_clip is not None:
             raise _idle("algo.dual_clip", "algo.dual_clip needs algo.loss = 'ppo'")
         for name in ("clip_low", "clip_high"):
-            if (self.loss == "reinforce" or ":" in self.loss) and getattr(self, name) != 0.2:
+            if (self.loss == "reinforce" or ":" in self.loss) and getattr(self, name) is not None:
                 raise _idle(f"algo.{name}", f"algo.{name} has no effect when algo.loss is {self.loss!r}")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip[1]:
             raise ValueError(
                 "algo.dual_clip must be above 1 + algo.clip_high: the ratio would be cut before it is bounded"
+            )
+        if self.kl_in == "reward" and self.turn_discount is not None:
+            raise ValueError(
+                "algo.kl_in = 'reward' with algo.turn_discount: the last turn would pay for all of them; use algo.kl_in = 'loss'"
             )
         if not self.kl_coef and self.kl_in == "reward":
             raise _idle("algo.kl_in", "algo.kl_in = 'reward' has no effect without algo.kl_coef")

@@ -7,6 +7,7 @@ Nothing is waited for but the disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -92,6 +93,8 @@ def write_batch(folder: Path, batch: Batch) -> Path:
         aside.rename(target)
         sync_file(folder)
     except (OSError, SampleError) as error:
+        with contextlib.suppress(OSError):  # what could not be written may not be there
+            aside.unlink()
         raise DumpError(f"{target}: the batch could not be written (run.dump): {error}") from error
     return target
 

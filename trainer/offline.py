@@ -44,9 +44,13 @@ class DumpWriter:
         )
         found = batch_files(folder)
         first = read_batch(found[0]).origin if found else None
-        if first is not None and first.run != run:
-            raise DumpError(f"{folder} has batches of run {first.run!r}, this is {run!r}; choose another folder")
+        if first is not None and (first.run, first.fingerprint) != (run, fingerprint):
+            which = (
+                f"run {first.run!r}, this is {run!r}" if first.run != run else "a run of this name with another model"
+            )
+            raise DumpError(f"{folder} has batches of {which}; choose another folder")
         self._played_by = None if first is None else first.policy_version
+        self._begun = False
 
     def __call__(self, step: int, groups: Sequence[TrajectoryGroup], policy_version: int, optimizer_steps: int) -> None:
         """Writes the groups that `step` is about to be trained on.
@@ -54,6 +58,9 @@ class DumpWriter:
         Raises:
             DumpError: the disk refused.
         """
+        if not self._begun:
+            self._begun = True
+            self._forget_after(step)
         version = policy_version
         if not self._trains:
             # The weights of each publish are those of the first: under one name, or a trainer would take old tokens for fresh ones.
@@ -61,6 +68,14 @@ class DumpWriter:
             groups = [as_version(group, version) for group in groups]
         origin = Origin(self._run, step, version, optimizer_steps, self._fingerprint, self._hash, self._trains)
         write_batch(self._folder, Batch(origin, tuple(groups)))
+
+    def _forget_after(self, step: int) -> None:
+        """Takes away batches that this run wrote before it went back to an earlier step: their groups are dealt out again."""
+        mine = (self._run, self._fingerprint)
+        for path in batch_files(self._folder):
+            origin = read_batch(path).origin
+            if origin.step > step and (origin.run, origin.fingerprint) == mine:
+                path.unlink()
 
 
 def as_version(group: TrajectoryGroup, version: int) -> TrajectoryGroup:
@@ -85,6 +100,21 @@ def play_only(
     advantages = batch_advantages(samples, settings.algo)
     plan = plan_updates(samples, advantages.rows, settings.algo.updates_per_batch, reduction_of(settings.algo))
     return StepResult(0, 0, batch_metrics(plan, groups, policy_version), [])
+
+
+def check_age(folder: Path, steps: int, bound: int) -> None:
+    """Holds batches that one policy played to the staleness bound (train steps): each step that trains them makes the next ones older.
+
+    Raises:
+        DumpError: the last of them would be too old.
+    """
+    files = batch_files(folder)
+    oldest = min(steps, len(files)) - 1
+    if files and oldest > bound and not read_batch(files[0]).origin.trained:
+        raise DumpError(
+            f"{folder}: one policy played these batches, and the last of {oldest + 1} would be {oldest} train steps old, above the bound "
+            f'of {bound}: set schedule.kind = "async" with schedule.max_staleness = {oldest}, or fewer run.steps'
+        )
 
 
 class DumpSource:

@@ -115,14 +115,14 @@ def loss_of(settings: TrainerSettings) -> PolicyLoss:
         TrainerError: `algo.loss` names a loss of the user's that is not there, or that is none.
     """
     algo = settings.algo
-    kind = algo.ratio_correction or ("tis" if settings.off_policy or algo.veto_floor is not None else "none")
+    kind, (low, high) = algo.correction(settings.off_policy), algo.clip
     correction = None
     if kind != "none":
         correction = RatioCorrection(kind, algo.ratio_clip, algo.sequence_clip, algo.ratio_floor, algo.veto_floor)
-    own = load_loss(algo.loss) if ":" in algo.loss else None
+    own = load_loss(algo.loss, _beside(settings)) if ":" in algo.loss else None
     return PolicyLoss(
-        algo.clip_low,
-        algo.clip_high,
+        low,
+        high,
         algo.kl_coef if algo.kl_in == "loss" else 0.0,
         correction,
         kind=algo.loss,
@@ -132,6 +132,14 @@ def loss_of(settings: TrainerSettings) -> PolicyLoss:
         opsm_delta=algo.opsm_delta,
         own=own,
     )
+
+
+def _beside(settings: TrainerSettings) -> frozenset[str]:
+    """What a run's batches hold besides what all have."""
+    algo, train = settings.algo, settings.train
+    reference = algo.kl_coef > 0 and algo.kl_in == "loss"
+    entropy = train.backend == "megatron" and (algo.entropy_coef > 0 or train.entropy)
+    return frozenset((["ref_logprobs"] if reference else []) + (["entropy"] if entropy else []))
 
 
 def _aged(plan: Plan, policy_version: int, decay: float) -> Plan:

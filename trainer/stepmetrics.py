@@ -53,9 +53,19 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
     for name in ("kl_ref", "entropy"):
         if name in first:
             out[f"train/{name}/mean"] = first[name] / tokens
+    sums = [update.stats.sums for update in updates]
     if "opsm_masked" in first:
-        out["train/opsm/masked_share"] = first["opsm_masked"] / tokens
-    return out | _own(first, tokens)
+        out["train/opsm/masked_share"] = _total(sums, "opsm_masked") / max(1.0, _total(sums, "tokens"))
+    return out | _own(_together(sums), max(1.0, _total(sums, "tokens")))
+
+
+def _together(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of all updates: largest values are compared, others added up."""
+    names = {name for each in sums for name in each}
+    return {
+        name: max(each[name] for each in sums if name in each) if name.startswith("max_") else _total(sums, name)
+        for name in sorted(names)
+    }
 
 
 def _own(sums: Mapping[str, float], tokens: float) -> dict[str, float]:

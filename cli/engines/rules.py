@@ -6,7 +6,7 @@ of them; the planner shows all.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from palestra.envs.findings import Finding, Severity
 
@@ -14,11 +14,13 @@ DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
 """Attention backends of SGLang 0.5.23 whose results do not depend on the batch."""
 BLOCK = 128
 """Side of the blocks of quantised weights: a scale for each."""
+MOST = 4096
+"""Sizes that are looked at: no engine has more GPUs, and a plan answers at once whatever number is written."""
 
 
 def divisors(number: int) -> list[int]:
-    """From 1 on; empty for 0."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    """From 1 to MOST; empty for 0."""
+    return [each for each in range(1, min(number, MOST) + 1) if number % each == 0]
 
 
 def nearest(wanted: int, candidates: Collection[int]) -> int | None:
@@ -163,6 +165,28 @@ def deterministic_backend(deterministic: bool, backend: object, latent: bool = F
             "rollout.attention_backend",
             "flashinfer is not deterministic with latent attention",
             "attention_backend may be fa3 or triton",
+        )
+
+
+def agents_there(urls: Sequence[str], agents: Collection[str], started: bool = False) -> Iterator[Finding]:
+    """P616: deltas for engines whose hosts have nobody who puts them together.
+
+    `urls`: engines that run elsewhere; `agents`: those of them that have an agent. `started`: engines that are started here get agents.
+    """
+    lacking = [url for url in urls if url not in agents]
+    if lacking:
+        yield _error(
+            "P616",
+            "weights.mode",
+            f'weights.mode = "delta" needs an agent on every engine\'s host: rollout.agents has none for {lacking[0]}',
+            "run `palestra engine agent` on each host, or send whole weights",
+        )
+    elif not urls and not started:
+        yield _error(
+            "P616",
+            "weights.mode",
+            'weights.mode = "delta" is for engines on other hosts: rollout.urls and rollout.agents must name them',
+            "or send whole weights",
         )
 
 

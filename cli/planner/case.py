@@ -151,9 +151,14 @@ class Case(Settled):
         return self.decoding.pool if self.decoding else None
 
     @cached_property
+    def sampling_engines(self) -> int:
+        """Engines that sample, ours or others'; at least 1."""
+        return self.decoding.count if self.decoding else max(1, len(self.external_urls))
+
+    @cached_property
     def running(self) -> float:
         """Rollouts that one sampling engine has at a time."""
-        return requests_of(self, self.decoding.count if self.decoding else max(1, len(self.input.rollout.urls)))
+        return requests_of(self, self.sampling_engines)
 
     @cached_property
     def swapped_bytes(self) -> float:

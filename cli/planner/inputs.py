@@ -26,12 +26,13 @@ from palestra.cli.planner.runsections import (
     PlanWorkload,
 )
 from palestra.cli.planner.sections import PlanHardware, PlanModel, PlanPlacement, PlanTrain
-from palestra.cli.sections import ModelConfig, RunSection
+from palestra.cli.sections import ModelConfig, RunSection, check_passed
 from palestra.envs.config import EnvConfig, Section
 from palestra.envs.findings import Finding, RefusedError, Severity
 from palestra.envs.sandboxes import SandboxConfig
 from palestra.server.config import BufferConfig, RolloutConfig, ScheduleConfig
 from palestra.trainer.config import AlgoConfig, OptimConfig, SftConfig, TrainConfig, WeightsConfig
+from palestra.trainer.megatron.passthrough import OWNED
 
 NOT_BUILT = "not built: "
 UNREAD = ("P001", "P002", "P003", "P004", "P005")
@@ -40,8 +41,21 @@ RULED = ("schedule.deadline_s", "algo.temperature")
 """Fields whose ranges a rule holds to, under a code of its own."""
 SMALLEST, LARGEST = 1e-9, 1e18
 """Of numbers in a file, zero apart."""
+COUNTED: Mapping[str, int] = {
+    "model.layers": 10_000,
+    "hardware.nodes": 10_000,
+    "hardware.gpus_per_node": 128,
+    "placement.train_gpus": 1_000_000,
+    "placement.rollout_gpus": 1_000_000,
+    "placement.reference_gpus": 1_000_000,
+    "rollout.pd.prefill_gpus": 1_000_000,
+    "rollout.pd.decode_gpus": 1_000_000,
+}
+"""The most of what a plan goes through one by one: it answers at once whatever is written."""
 PASSED = ("megatron", "sglang", "router")
 """Tables that go to the upstreams as they are."""
+VERSION = 1
+"""Of a file's form."""
 
 
 class PlanInput(Section):
@@ -92,16 +106,22 @@ class Reading:
     """Tables and fields that only a run reads, as they were given."""
 
 
-def read(data: Mapping[str, Any]) -> Reading:
-    """Reads the tables of a file."""
+def read(data: Mapping[str, Any], whole: bool = True) -> Reading:
+    """Reads the tables of a file. `whole`: they are all there are, so that what one needs of another is looked at too."""
     findings: list[Finding] = []
     not_built: list[str] = []
     planned: dict[str, Any] = {}
     kept: dict[str, Any] = {}
     for table, values in data.items():
-        if table == "version" or table in PASSED:
+        if table == "version":
             kept[table] = values
-        elif table not in PlanInput.model_fields and table not in RUNS:
+            if values != VERSION:
+                findings.append(_bad(table, f"version = {values!r}: files have version = {VERSION}"))
+        elif table in PASSED and isinstance(values, Mapping):
+            kept[table] = values
+            if table == "megatron":
+                _owned(values, findings, not_built)
+        elif table not in PlanInput.model_fields and table not in RUNS and table not in PASSED:
             findings.append(_unknown(table, [*PlanInput.model_fields, *RUNS, *PASSED]))
         elif not isinstance(values, Mapping):
             findings.append(_bad(table, f"{table} must be a table, got {values!r}"))
@@ -113,9 +133,53 @@ def read(data: Mapping[str, Any]) -> Reading:
                 kept[table] = rest
             _as_a_run(table, values, findings, not_built)
     findings += _faults(planned)
+    if whole:
+        findings += passed_on(data)
     unread = any(each.code in UNREAD for each in findings)
     given = None if unread else PlanInput.model_validate(planned)
     return Reading(given, tuple(sorted(_once(findings), key=lambda each: each.order)), tuple(not_built), kept)
+
+
+def passed_on(data: Mapping[str, Any]) -> Iterator[Finding]:
+    """Tables that are passed on, and nobody who gets them: a run refuses the same."""
+    given = {table: data[table] for table in PASSED if isinstance(data.get(table), Mapping) and data[table]}
+    if not given:
+        return
+    backend = _values(data, "train").get("backend", TrainConfig.model_fields["backend"].default)
+    if "megatron" in given and backend != "megatron":
+        yield _bad("megatron", f'[megatron] needs train.backend = "megatron", not {backend!r}')
+    values = _values(data, "rollout")
+    if "engines" not in values and _values(data, "hardware").get("gpu", "cpu") != "cpu":
+        # As many as the GPUs are enough for, which a plan takes for several.
+        sources = ("pd", "urls", "topology")
+        values = {**values, **({} if any(values.get(name) for name in sources) else {"engines": 2})}
+    try:
+        rollout = RolloutConfig.model_validate(
+            {key: values[key] for key in RolloutConfig.model_fields if key in values}
+        )
+    except ValidationError:
+        # Nobody can say who would get them; what is wrong with [rollout] is told, or is not built yet.
+        return
+    for table in ("sglang", "router"):
+        try:
+            check_passed(rollout, **{"sglang": {}, "router": {}, table: given.get(table, {})})
+        except ValueError as error:
+            yield _bad(table, str(error))
+
+
+def _values(data: Mapping[str, Any], table: str) -> Mapping[str, Any]:
+    found = data.get(table)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _owned(table: Mapping[str, Any], findings: list[Finding], not_built: list[str]) -> None:
+    """Keys of `[megatron]` that other fields decide; which names megatron-core has is asked of the one that is installed."""
+    for key in table:
+        reason = OWNED.get(key, "")
+        if reason.startswith(NOT_BUILT):
+            not_built.append(f"megatron.{key}")
+        elif reason:
+            findings.append(_bad(f"megatron.{key}", f"megatron.{key} cannot be set here: {reason}"))
 
 
 def _split(table: str, values: Mapping[str, Any], findings: list[Finding]) -> tuple[dict[str, Any] | None, Any]:
@@ -138,15 +202,15 @@ def _within_reason(table: str, values: Mapping[str, Any], findings: list[Finding
         path = f"{table}.{key}"
         if isinstance(value, Mapping):
             found[key] = _within_reason(path, value, findings)
-        elif path not in RULED and _beyond(value):
+        elif path not in RULED and _beyond(value, COUNTED.get(path, LARGEST)):
             findings.append(_bad(path, f"{path} = {repr(value)[:20]} is beyond reason"))
             del found[key]
     return found
 
 
-def _beyond(value: Any) -> bool:
+def _beyond(value: Any, most: float) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and bool(value) and not SMALLEST <= abs(value) <= LARGEST
+    return number and bool(value) and not SMALLEST <= abs(value) <= most
 
 
 def section_of(table: str) -> type[Section] | None:

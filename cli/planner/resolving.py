@@ -12,6 +12,9 @@ from palestra.cli.planner.inputs import PlanInput
 from palestra.cli.planner.workload import transport
 from palestra.server.enginerules import ONLY_SGLANG
 
+OF_STATES = ("ssm_dtype", "conv_dtype", "state_ratio", "state_slots_pin", "state_strategy")
+"""Fields of `[rollout]` about the states of linear attention."""
+
 
 def resolve(case: Case, kept: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Tables with all their fields, and the paths of those that were computed. What is unknown (None) is left out.
@@ -21,12 +24,13 @@ def resolve(case: Case, kept: Mapping[str, Any]) -> tuple[Mapping[str, Any], tup
     tables: dict[str, Any] = case.input.model_dump(mode="json", exclude_none=True)
     # What rollouts are like is either said or not known: a default that is written out would read like a statement.
     tables["workload"] = case.input.workload.model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    for name in _idle(case) - case.input.rollout.model_fields_set:
+    idle = _idle(case)
+    for name in idle - case.input.rollout.model_fields_set:
         tables["rollout"].pop(name, None)
     derived = []
     for path, value in _derived(case):
         table, _, key = path.partition(".")
-        if key not in tables[table] and value is not None and not (table == "rollout" and key in _idle(case)):
+        if key not in tables[table] and value is not None and not (table == "rollout" and key in idle):
             tables[table][key] = value
             derived.append(path)
     for table, values in kept.items():
@@ -36,9 +40,11 @@ def resolve(case: Case, kept: Mapping[str, Any]) -> tuple[Mapping[str, Any], tup
 
 
 def _idle(case: Case) -> set[str]:
-    """Fields of `[rollout]` that this case's engines have no use for: a run refuses them."""
+    """Fields of `[rollout]` that this case's engines have no use for: a run refuses them, or would pass them on for nothing."""
     rollout = case.input.rollout
     idle = set(ONLY_SGLANG) if rollout.engine == "embedded" else set()
+    if not case.model.linear_layers:
+        idle |= set(OF_STATES)
     return idle | ({"state_ratio"} if rollout.state_slots_pin is not None else set())
 
 

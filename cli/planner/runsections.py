@@ -113,8 +113,9 @@ class PlanAlgo(Section):
     kl_coef: float = Field(0.0, ge=0)
     ratio_correction: Literal["none", "tis", "mask", "seq_mask", "seq_tis", "seq_mis", "geo_mask"] | None = None
     """None: tis where tokens may be older than the weights that they train."""
-    clip_low: float | None = Field(0.2, ge=0)
-    clip_high: float | None = Field(0.2, ge=0)
+    veto_floor: float | None = Field(None, gt=0, lt=1)
+    clip_low: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0)
     clip: bool = True
     """false: the ratio is not clipped at all."""
     temperature: float = 1.0

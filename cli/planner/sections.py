@@ -102,7 +102,7 @@ class PlanPlacement(Section):
 
     table: ClassVar[str] = "placement"
     mode: Literal["colocated", "separate", "external", "cpu"] | None = None
-    """None: cpu without GPUs, else separate."""
+    """None: cpu without GPUs; external where engines have URLs; colocated with schedule.colocated; else separate."""
     train_gpus: int | None = Field(None, ge=0)
     """None: what the rollout leaves (separate), or all."""
     rollout_gpus: int | None = Field(None, ge=0)

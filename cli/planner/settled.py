@@ -10,6 +10,7 @@ from typing import Any
 from palestra.cli.planner.inputs import PlanInput
 from palestra.cli.planner.presets import DEVICES, Device
 from palestra.server.config import ScheduleConfig
+from palestra.trainer.config import BY_ROW
 from palestra.trainer.layout.types import Layout, ModelDims
 
 
@@ -43,8 +44,25 @@ class Settled:
 
     @cached_property
     def mode(self) -> str:
-        """colocated, separate, external or cpu."""
-        return self.input.placement.mode or ("cpu" if self.input.hardware.gpu == "cpu" else "separate")
+        """colocated, separate, external or cpu. Where nothing is said of GPUs that there are, engines with URLs are elsewhere."""
+        if self.input.placement.mode is not None:
+            return self.input.placement.mode
+        if self.input.hardware.gpu == "cpu":
+            return "cpu"
+        if self.external_urls:
+            return "external"
+        return "colocated" if self.input.schedule.colocated else "separate"
+
+    @cached_property
+    def external_urls(self) -> tuple[str, ...]:
+        """Engines that others run, each once: both tables may name the same."""
+        return tuple(dict.fromkeys((*self.input.rollout.urls, *self.input.placement.external_urls)))
+
+    @cached_property
+    def reference_gpus(self) -> int:
+        """GPUs that only compute the reference policy."""
+        given = self.input.placement
+        return max(1, given.reference_gpus) if given.reference == "separate_gpus" else 0
 
     @property
     def colocated(self) -> bool:
@@ -66,8 +84,8 @@ class Settled:
             return 1
         if self.mode == "separate":
             taken = given.rollout_gpus if given.rollout_gpus is not None else self.gpus_there // 2
-            return max(0, self.gpus_there - taken - given.reference_gpus)
-        return self.gpus_there
+            return max(0, self.gpus_there - taken - self.reference_gpus)
+        return max(0, self.gpus_there - self.reference_gpus)
 
     @cached_property
     def rollout_gpus(self) -> int:
@@ -81,7 +99,7 @@ class Settled:
             return self.train_gpus
         if self.input.rollout.pd is not None:
             return self.input.rollout.pd.prefill_gpus + self.input.rollout.pd.decode_gpus
-        return max(0, self.gpus_there - self.train_gpus - given.reference_gpus)
+        return max(0, self.gpus_there - self.train_gpus - self.reference_gpus)
 
     @cached_property
     def offload_train(self) -> bool:
@@ -176,8 +194,10 @@ class Settled:
 
     @cached_property
     def ratio_correction(self) -> str:
-        """none, tis, mask or seq_mask."""
-        return self.input.algo.ratio_correction or ("tis" if self.staleness > 0 else "none")
+        """A name of `algo.ratio_correction`; what it is where nothing is said is the trainer's rule."""
+        algo = self.input.algo
+        needed = self.staleness > 0 or algo.veto_floor is not None or algo.loss in BY_ROW
+        return algo.ratio_correction or ("tis" if needed else "none")
 
     @cached_property
     def max_context(self) -> int:

@@ -45,7 +45,7 @@ def of_step(case: Case) -> Iterator[Quantity]:
         "F7: max(sampled / (engines * tok_s), tail / tok_s of one alone) + tools and judge",
         sampling,
         sampled=case.rollouts * case.input.algo.oversample * case.work.sampled,
-        engines=case.decoding.count if case.decoding else max(1, len(case.input.rollout.urls)),
+        engines=case.sampling_engines,
         tok_s=times.decode_tok_s,
         tail=case.work.tail,
         alone=times.single_tok_s,

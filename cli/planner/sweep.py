@@ -17,7 +17,7 @@ from palestra.cli.planner.case import Case
 from palestra.cli.planner.dims import dims_of
 from palestra.cli.planner.examples import changed
 from palestra.cli.planner.fitting import Trial
-from palestra.cli.planner.inputs import PlanInput, Reading, read
+from palestra.cli.planner.inputs import PASSED, PlanInput, Reading, passed_on, read
 from palestra.cli.planner.rules import registry
 from palestra.cli.planner.text import Line, amount, table, written
 from palestra.cli.planner.types import Finding, Rule, Severity
@@ -82,7 +82,8 @@ class _Rows:
         self._touched: dict[str, list[str]] = {}
         for path in axes:
             self._touched.setdefault(path.partition(".")[0], []).append(path)
-        self._rest = read({name: values for name, values in data.items() if name not in self._touched})
+        self._rest = read({name: values for name, values in data.items() if name not in self._touched}, whole=False)
+        self._passes = any(name in data or name in self._touched for name in PASSED)
         self._read: dict[tuple[str, tuple[int, ...]], Reading] = {}
         self._dims: dict[tuple[int, ...], tuple[ModelDims | None, tuple[Finding, ...]]] = {}
 
@@ -95,9 +96,12 @@ class _Rows:
         values = {path: self._axes[path][index] for path, index in at.items()}
         parts = [self._rest, *(self._part(name, values, at) for name in self._touched)]
         found = [each for part in parts for each in part.findings]
+        # What one table needs of another; it costs a copy of all of them, so only where there are such.
+        apart = list(passed_on(changed(self._data, values))) if self._passes else []
+        found += apart
         given = _joined([part.input for part in parts if part.input is not None])
         case = None
-        if all(part.input is not None for part in parts):
+        if not apart and all(part.input is not None for part in parts):
             dims, lacking = self._dims_of(given, at)
             found += lacking
             # A row shows no suggestion, so rules need not search for one.
@@ -113,7 +117,7 @@ class _Rows:
         key = name, tuple(at[path] for path in own)
         if key not in self._read:
             tables = {name: self._data[name]} if name in self._data else {}
-            self._read[key] = read(changed(tables, {path: values[path] for path in own}))
+            self._read[key] = read(changed(tables, {path: values[path] for path in own}), whole=False)
         return self._read[key]
 
     def _dims_of(self, given: PlanInput, at: Mapping[str, int]) -> tuple[ModelDims | None, tuple[Finding, ...]]:

@@ -101,7 +101,7 @@ def times_of(case: Case) -> Times | None:
     if case.device is None or not case.train_gpus:
         return None
     work, measured = case.work, case.input.workload.measured
-    engines = case.decoding.count if case.decoding else max(1, len(case.input.rollout.urls))
+    engines = case.sampling_engines
     batch = running_at_once(case, engines)
     step, tok_s, single = decoding(case, batch)
     rollout_s = sampling_seconds(case, engines)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from palestra.cli.planner.plan import plan
 from palestra.cli.planner.presets import MODELS
 from palestra.cli.planner.types import PlanReport
 from palestra.cli.preflight import dims_of_file
+from palestra.envs.findings import Finding, Severity
 from palestra.envs.overrides import apply_override
+from palestra.trainer.megatron.passthrough import OWNED, check_passthrough, known_fields
+from palestra.trainer.types import TrainerError
 
 HF = "hf"
 """As `model.preset`: the dimensions are those of --model-config."""
@@ -37,8 +40,26 @@ class Source:
     """As it was read, before overrides."""
 
     def report(self) -> PlanReport:
-        """Its plan."""
-        return plan(self.tables, self.model)
+        """Its plan, with names of `[megatron]` that the installed megatron-core does not have."""
+        found = plan(self.tables, self.model)
+        unknown = unknown_names(self.tables.get("megatron"))
+        return replace(found, findings=tuple(sorted((*found.findings, *unknown), key=lambda each: each.order)))
+
+
+def unknown_names(table: Any) -> Iterator[Finding]:
+    """P001 of `[megatron]`; none where megatron-core is not installed: then nobody knows its names."""
+    given = set(table) - OWNED.keys() if isinstance(table, Mapping) else set()
+    try:
+        unknown = sorted(given - known_fields()) if given else []
+    except TrainerError:
+        return
+    for name in unknown:
+        try:
+            check_passthrough({name: None})
+        except TrainerError as error:
+            yield Finding(
+                "P001", Severity.ERROR, f"megatron.{name}", str(error), "give a name that it has, or remove it"
+            )
 
 
 def of_file(path: Path, overrides: Sequence[str] = (), model_config: Path | None = None) -> Source:

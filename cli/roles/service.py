@@ -117,7 +117,7 @@ def plan_settings(config: RunConfig) -> PlanSettings:
         oversample=algo.oversample,
         max_in_flight=schedule.max_in_flight,
         last_step=config.run.steps,
-        drop_zero_variance=algo.drop_zero_variance,
+        drop_zero_variance=algo.drops_equal_groups,
         min_group=algo.min_group,
         max_truncated=algo.max_truncated,
         mask_old=schedule.too_old == "mask",

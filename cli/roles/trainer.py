@@ -94,11 +94,12 @@ def trainer_of_dump(context: RoleContext, stop: Callable[[], bool], say: Callabl
     """
     from palestra.trainer.checkpoints import model_fingerprint
     from palestra.trainer.loop import Trainer
-    from palestra.trainer.offline import DumpSource, NoEngines
+    from palestra.trainer.offline import DumpSource, NoEngines, check_age
     from palestra.trainer.settings import make_backend
 
     settings, run = settings_of(context), context.config.run
     assert run.dump is not None, "the configuration refuses this mode without it"
+    check_age(folder_of(run.dump), run.steps, context.config.schedule.staleness(settings.algo.updates_per_batch))
     source = DumpSource(folder_of(run.dump), model_fingerprint(settings.model), Rendering(context))
     # Of a service only the publisher asks for more than a source has, and here there is none.
     service = cast("RolloutService", source)

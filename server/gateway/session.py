@@ -159,7 +159,7 @@ class SessionTable:
         session = self._by_digest.get(digest_of(name))
         if session is not None:
             return session
-        if self._agent_key is not None and hmac.compare_digest((key or "").encode(), self._agent_key.encode()):
+        if self._agent_key and hmac.compare_digest((key or "").encode(), self._agent_key.encode()):
             session = self._by_id.get(name)
         elif (own := self.by_key(key)).record.rollout_id == name:
             session = own

@@ -20,7 +20,7 @@ def drop_reason(
     group: TrajectoryGroup, outcomes: Sequence[SessionOutcome | None], settings: PlanSettings
 ) -> str | None:
     """infra: too few of its rollouts have a reward; length: too many were cut by a limit; zero_variance: all rewards are equal, so that
-    each one's advantage is 0. None: it is trained."""
+    each one's advantage is 0 (the caller says whether that is so). None: it is trained."""
     if not group.samples or len(group.rewards) < settings.min_group:
         return INFRA
     if settings.drop_zero_variance and len(group.rewards) < 2:

@@ -100,15 +100,11 @@ def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 def row_advantages(rows: Sequence[TrainingSample], rollouts: Rollouts, estimate: Estimate) -> list[RowAdvantage | None]:
     """The advantage of each row; None where its rollout takes no part. Baseline and deviation are those of the first turn."""
-    begun: dict[Rollout, int] = {}
     tokens: dict[int, F32] = {}
-    for at in sorted(range(len(rows)), key=lambda at: rows[at].branch):
-        rollout = (rows[at].rollout_id, rows[at].attempt)
-        if rollout in rollouts.runs:
-            first = begun.get(rollout, 0)
-            own = own_runs(rows[at])
-            tokens[at] = _spread(rows[at], own, estimate.values[rollouts.lines[rollout], first:])
-            begun[rollout] = first + len(own)
+    for at, row in enumerate(rows):
+        rollout = (row.rollout_id, row.attempt)
+        if rollout in rollouts.runs:  # whose turns are all in one row
+            tokens[at] = _spread(row, own_runs(row), estimate.values[rollouts.lines[rollout]])
     out: list[RowAdvantage | None] = []
     for at, row in enumerate(rows):
         line = rollouts.lines.get((row.rollout_id, row.attempt))
@@ -138,7 +134,7 @@ def mean_of_trained(row: TrainingSample, by_token: F32) -> float:
 
 def _spread(row: TrainingSample, own: Sequence[tuple[int, int]], values: F64) -> F32:
     out = np.zeros(len(row.token_ids), dtype=np.float32)
-    for (start, end), value in zip(own, values, strict=False):  # `values` goes on to the turns of later rows
+    for (start, end), value in zip(own, values, strict=False):  # other rollouts may have more turns
         out[start:end] = value
     return out
 
@@ -151,10 +147,12 @@ def _reward(own: Sequence[TrainingSample]) -> float:
 
 def _turn_rewards(own: Sequence[TrainingSample]) -> list[float] | None:
     """One reward per turn, their sum being the rollout's. None where turns and their rewards cannot be paired: another number of them, or
-    a reward that nobody knows."""
+    a reward that nobody knows, or turns in several branches."""
     runs, given = sum(len(own_runs(row)) for row in own), own[0].turn_rewards
     if runs == 1:
         return [_reward(own)]
+    if sum(bool(own_runs(row)) for row in own) > 1:
+        return None  # rewards come in the order of calls, which several branches do not tell
     known = [each for each in given if each is not None and math.isfinite(each)]
     if len(known) != len(given) or len(known) != runs:
         return None

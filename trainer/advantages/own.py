@@ -53,6 +53,8 @@ def own_advantages(entry: str, advantage: OwnAdvantage, rows: Sequence[TrainingS
     """
     kept = taking_part(rows)
     shown = [row for row in rows if (row.rollout_id, row.attempt) in kept]
+    if not shown:
+        return [None] * len(rows)
     try:
         answers = list(advantage(shown))
     except Exception as error:

@@ -20,8 +20,10 @@ FORM = "write def loss(logprobs, batch) -> (loss, sums), see palestra.trainer.ty
 
 
 @cache
-def load_loss(entry: str) -> Loss:
+def load_loss(entry: str, beside: frozenset[str] = frozenset()) -> Loss:
     """The function that `entry` names, or an object of the class, made without arguments. Found and tried once per process.
+
+    `beside`: which of `ref_logprobs` and `entropy` its batches will have.
 
     Raises:
         TrainerError: there is no such name, or it does not do what a `Loss` does; says what is wrong.
@@ -37,13 +39,13 @@ def load_loss(entry: str) -> Loss:
             raise _wrong(entry, f"the class cannot be made without arguments: {_text(error)}") from error
     if not callable(made):
         raise _wrong(entry, f"it is {type(made).__name__}, nothing that can be called: {FORM}")
-    _try(entry, made)
+    _try(entry, made, beside)
     return made  # type: ignore[no-any-return]  # callable(), which mypy narrows to Any here
 
 
-def _try(entry: str, loss: Any) -> None:
+def _try(entry: str, loss: Any, beside: frozenset[str]) -> None:
     """One call on two short rows, the second with a masked token: the gradient must be finite, and none where the weight is 0."""
-    logprobs, batch = _trial()
+    logprobs, batch = _trial(beside)
     try:
         answer = loss(logprobs, batch)
     except Exception as error:
@@ -69,7 +71,7 @@ def _try(entry: str, loss: Any) -> None:
         raise _wrong(entry, "its gradient reaches tokens of weight 0, which are not trained")
 
 
-def _trial() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _trial(beside: frozenset[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logprobs = torch.tensor([[0.0, -0.5, -1.5, -0.1], [0.0, -2.0, -0.7, 0.0]], requires_grad=True)
     weights = torch.tensor([[0.0, 0.2, 0.2, 0.1], [0.0, 0.3, 0.2, 0.0]])
     moved = torch.tensor([[0.0, 0.1, -0.2, 0.0], [0.0, 0.3, 0.0, 0.0]])
@@ -80,10 +82,13 @@ def _trial() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         "weights": weights,
         "rollout_logprobs": old + 0.05 * (weights != 0),
         "old_logprobs": old,
-        "ref_logprobs": old - 0.1 * (weights != 0),
         "advantages": torch.tensor([[1.0] * 4, [-1.0] * 4]),
         "temperature": torch.ones(2),
     }
+    if "ref_logprobs" in beside:
+        batch["ref_logprobs"] = old - 0.1 * (weights != 0)
+    if "entropy" in beside:
+        batch["entropy"] = -logprobs * (weights != 0)
     return logprobs, batch
 
 

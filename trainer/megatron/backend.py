@@ -196,10 +196,11 @@ class MegatronBackend:
         self.reset_optimizer()
         state.read_into(parameters, folder, state.MODEL, self.arch)
         if state.FIRST in files:
-            first, second = ({n: torch.empty_like(p.data) for n, p in parameters.items()} for _ in range(2))
+            moved = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            first, second = ({n: torch.empty_like(p.data) for n, p in moved.items()} for _ in range(2))
             state.read_into(first, folder, state.FIRST, self.arch)
             state.read_into(second, folder, state.SECOND, self.arch)
-            self._optimizer.restore(steps, {p: (first[n], second[n]) for n, p in parameters.items()})
+            self._optimizer.restore(steps, {p: (first[n], second[n]) for n, p in moved.items()})
         self._reference = None
         if state.REFERENCE in files:
             self._reference = {name: torch.empty_like(parameter.data) for name, parameter in parameters.items()}

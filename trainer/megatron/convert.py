@@ -125,6 +125,8 @@ def load(targets: Mapping[str, torch.Tensor], arch: Architecture, read: Callable
     left = dict(targets)
     with torch.no_grad():
         for piece in pieces(arch):
+            if piece.frozen and piece.megatron not in left:
+                continue  # moments: what no gradient moves has none
             parts = [read(name) for name in piece.names]
             target = left.pop(piece.megatron)
             try:

@@ -205,7 +205,8 @@ def _experts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def _groups(config: Mapping[str, Any], topk: int) -> dict[str, int]:
-    groups, allowed = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
+    # What a file leaves out is what transformers takes for it.
+    groups, allowed = int(config.get("n_group", 8) or 1), int(config.get("topk_group", 4) or 1)
     if allowed >= groups:
         return {}
     if topk // allowed != 2:

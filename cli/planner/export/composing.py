@@ -12,7 +12,7 @@ from typing import Any
 from palestra.cli.engines.types import EngineCommand
 from palestra.cli.planner.export.engines import FIND_ROUTER
 from palestra.cli.planner.export.fleet import MODEL, ROUTER_FIGURES_PORT
-from palestra.cli.planner.export.training import config_of, train_env, train_words
+from palestra.cli.planner.export.training import TRAIN, train_env, train_words
 from palestra.cli.planner.export.types import Export, Files, Fleet
 from palestra.cli.planner.export.words import comment, compose, filled, var, variables
 from palestra.cli.planner.export.yamls import dumped
@@ -120,7 +120,7 @@ def _train(export: Export, fleet: Fleet | None) -> dict[str, Any]:
         "environment": train_env(export),
         "volumes": [
             compose(f"{var(MODEL)}:/model:ro"),
-            f"./{config_of(export)}:/plan/{config_of(export)}:ro",
+            f"./{TRAIN}:/plan/{TRAIN}:ro",
             "state:/state",
             *_shared(export),
         ],
@@ -183,7 +183,7 @@ def _training_gpus(export: Export, fleet: Fleet | None) -> list[str]:
     for command in () if fleet is None else fleet.commands:
         if fleet is not None and fleet.first_node + command.node == 0:
             taken |= set(command.env.get("CUDA_VISIBLE_DEVICES", "").split(","))
-    wanted = export.gpus if fleet is None else export.case.train_gpus + export.case.input.placement.reference_gpus
+    wanted = export.gpus if fleet is None else export.case.train_gpus + export.case.reference_gpus
     if not export.gpus:
         return []
     return [str(gpu) for gpu in range(export.case.input.hardware.gpus_per_node) if str(gpu) not in taken][:wanted]

@@ -37,7 +37,7 @@ def fleet_of(case: Case, resolved: Mapping[str, Any]) -> Fleet:
         ExportError: there are none to start, or they cannot be as they are described; the message says why.
     """
     rollout = case.input.rollout
-    if case.mode == "external" or rollout.urls:
+    if case.mode == "external" or case.external_urls:
         raise ExportError("the engines are run by others: see serving-reference.sh")
     if rollout.engine != "sglang":
         raise ExportError(f"rollout.engine is {rollout.engine}: there are no SGLang engines")
@@ -128,7 +128,7 @@ def _most_nodes(topology: Topology) -> int:
 def _first_node(case: Case, needed: int) -> int:
     """Training has the first nodes where it fills them, and engines those after; else engines begin on the first, from its GPU 0 on."""
     size = case.input.hardware.gpus_per_node
-    training = case.train_gpus + case.input.placement.reference_gpus
+    training = case.train_gpus + case.reference_gpus
     return training // size if training % size == 0 and training // size + needed <= case.input.hardware.nodes else 0
 
 

@@ -1,4 +1,4 @@
-"""`run.toml`, `plan.json` with its schema, and `PLAN.md`. Pure."""
+"""`run.toml`, `train.toml`, `plan.json` with its schema, and `PLAN.md`. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from palestra.cli.planner.export import tables
-from palestra.cli.planner.export.training import RUN, TRAIN, config_of
+from palestra.cli.planner.export.training import RUN, TRAIN, run_form
 from palestra.cli.planner.export.types import Export, Files
 from palestra.cli.planner.export.words import comment
 from palestra.cli.planner.plain import dumped, plain
@@ -19,15 +19,14 @@ PARTS = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**4
 
 
 def run_toml(export: Export) -> Files:
-    """The input with every default and derived field written out; it is planned to the same findings. Where prefill and decode engines
-    stand apart, also the same without `rollout.pd`, for the run that gets their addresses instead."""
-    resolved = export.report.resolved
-    made = {RUN: comment(export.head) + "\n" + tables.dump(resolved)}
-    if config_of(export) == TRAIN:
-        about = "run.toml for the run itself: engines.sh starts the engines, and the scripts name their addresses instead of rollout.pd."
-        rollout = {key: value for key, value in resolved["rollout"].items() if key != "pd"}
-        made[TRAIN] = comment([*export.head, about]) + "\n" + tables.dump({**resolved, "rollout": rollout})
-    return made
+    """The input with every default and derived field written out, which is planned to the same findings; and what of it a run takes."""
+    about = ["What palestra train takes of run.toml."]
+    if export.apart:
+        about.append("engines.sh starts the engines, and the scripts name their addresses.")
+    return {
+        RUN: comment(export.head) + "\n" + tables.dump(export.report.resolved),
+        TRAIN: comment([*export.head, *about]) + "\n" + tables.dump(run_form(export)),
+    }
 
 
 def plan_json(export: Export) -> Files:
@@ -96,7 +95,7 @@ def _owed(report: PlanReport) -> list[str]:
     """What stands between these files and a run."""
     owed = []
     if "env" not in report.resolved:
-        owed.append("`run.toml` has no `[env]`: say what is played (`env.id`).")
+        owed.append("`train.toml` has no `[env]`: say what is played (`env.id`).")
     if not report.resolved.get("model", {}).get("path"):
         owed.append("`model.path` is not given: the scripts take it from `MODEL`.")
     if report.not_built:

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from palestra.cli.engines.commands import engine_commands
 from palestra.cli.engines.topology import of_config
 from palestra.cli.engines.types import EngineEnvironment, EngineSetupError
-from palestra.cli.planner.case import Case
 from palestra.cli.planner.export.fleet import MODEL, NOT_OURS, engine_section
 from palestra.cli.planner.export.types import Export, ExportError, Files
 from palestra.cli.planner.export.words import comment, shell, shell_line, var
@@ -54,7 +53,7 @@ def serving_reference(export: Export) -> Files:
     Raises:
         ExportError: the plan starts its engines itself, or they are no SGLang engines.
     """
-    case, urls = export.case, urls_of(export.case)
+    case, urls = export.case, tuple(url.rstrip("/") for url in export.case.external_urls)
     if case.input.rollout.engine != "sglang" or (case.mode != "external" and not urls):
         raise ExportError("the plan's engines are started by the run: see engines.sh")
     listed = " ".join(map(shell, urls))
@@ -74,11 +73,6 @@ def serving_reference(export: Export) -> Files:
         lines += [f"router={shell(router)}", ROUTER_PROBES.rstrip("\n")]
     lines.append('exit "$failed"')
     return {"serving-reference.sh": "\n".join(lines) + "\n"}
-
-
-def urls_of(case: Case) -> tuple[str, ...]:
-    """Engines that others run."""
-    return tuple(url.rstrip("/") for url in (*case.input.rollout.urls, *case.input.placement.external_urls))
 
 
 def _commands(export: Export, urls: tuple[str, ...]) -> Iterator[str]:

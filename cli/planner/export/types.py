@@ -60,10 +60,9 @@ class Export:
         case = self.case
         if case.on_cpu:
             return 0
-        reference = case.input.placement.reference_gpus
         if case.colocated:
-            return max(case.train_gpus, case.rollout_gpus) + reference
-        return case.train_gpus + case.rollout_gpus + reference
+            return max(case.train_gpus, case.rollout_gpus) + case.reference_gpus
+        return case.train_gpus + case.rollout_gpus + case.reference_gpus
 
     @property
     def nodes(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from palestra.cli.engines.rules import MOST
 from palestra.cli.planner.case import Case
 from palestra.cli.planner.rules.asking import fits_with, hits, told
 from palestra.cli.planner.rules.collect import ERROR, NOTE, WARNING, Rules
+from palestra.cli.planner.rules.mending import mended
 from palestra.envs.findings import Hit
 from palestra.server.schedulerules import group_findings
 
@@ -85,7 +87,8 @@ def micro_divides(case: Case) -> Iterator[Hit]:
     if train.dynamic_batch or train.micro_batch is None:
         return
     if case.global_batch % (train.micro_batch * dp):
-        each = [size for size in range(1, case.global_batch + 1) if case.global_batch % (size * dp) == 0]
+        most = min(case.global_batch, MOST)
+        each = [size for size in range(1, most + 1) if case.global_batch % (size * dp) == 0]
         close = min(each, key=lambda size: (abs(size - (train.micro_batch or 1)), size), default=None)
         yield Hit(
             f"an optimizer step has {case.global_batch} rollouts, no multiple of micro-batches of {train.micro_batch} on {dp} data "
@@ -140,15 +143,22 @@ def whole_groups(case: Case) -> Iterator[Hit]:
     ERROR,
     "algo.max_context",
     title="the longest rollout does not fit the window",
-    why="An episode that reaches the end of the window is cut there: its last turn is missing, and it seldom gets its reward.",
+    why="An episode that reaches the end of the window is cut there: its last turn is missing, and it seldom gets its reward. A "
+    "reply as long as the window leaves no prompt at all: `palestra train` refuses that.",
     recipe="qwen3-4b",
     fails={"algo.max_context": 8192},
     passes={"algo.max_context": 9216},
 )
 def window(case: Case) -> Iterator[Hit]:
-    """Prompt and all turns, against algo.max_context and the engine's window; unknown where prompts have no bound."""
+    """Prompt and all turns, against algo.max_context and the engine's window; where prompts have no bound, one reply alone."""
     algo, needed = case.input.algo, case.needed_context
     most = min(case.max_context, case.input.rollout.context_len)
+    if needed is None and algo.max_response >= most:
+        hit = Hit(
+            f"algo.max_response ({algo.max_response}) leaves no room for a prompt in {most} tokens",
+            "shorter replies, or a larger window",
+        )
+        yield mended(case, window, hit, [{"algo.max_response": most // 2}] if most > 1 else [])
     if needed is None or needed <= most:
         return
     turns = f"{algo.max_turns} x ({algo.max_response} + {algo.max_observation})"

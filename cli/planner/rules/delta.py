@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from palestra.cli.engines.rules import agents_there
 from palestra.cli.planner.case import Case
 from palestra.cli.planner.rules.collect import ERROR, NOTE, WARNING, Rules
 from palestra.cli.planner.workload import transport
@@ -139,22 +140,25 @@ def kept_copy(case: Case) -> Iterator[Hit]:
     "weights.mode",
     title="deltas to engines that cannot put them together",
     why="SGLang 0.5.23 has no /pull_weights: that is slime's patch (its wheel was searched). `palestra engine agent` on the engine's "
-    "host puts the folder together, then the engine loads it from disk.",
+    "host puts the folder together, then the engine loads it from disk. The launchers of a plan start such agents beside the engines that "
+    "they start; without GPUs `palestra train` starts none, and refuses the same.",
     recipe="two-nodes",
     fails={**DELTA, "weights.agents": False},
     passes=DELTA,
     after=("P605",),
 )
 def host_agents(case: Case) -> Iterator[Hit]:
-    """No agents, or none for one of the engines that are named."""
+    """No agents, none for one of the engines that are named, or engines of which nobody starts an agent."""
     given, rollout = case.input.weights, case.input.rollout
-    if given.mode != "delta" or rollout.engine != "sglang":
+    if given.mode != "delta":
         return
-    lacking = [url for url in rollout.urls if url not in rollout.agents]
-    if not given.agents or lacking:
-        where = f"; rollout.agents has none for {lacking[0]}" if lacking else ""
+    started = not case.on_cpu and rollout.engine == "sglang"
+    for each in agents_there(case.external_urls, rollout.agents, started):
+        yield Hit(each.message, each.fix, {"weights.mode": "full"})
+        return
+    if not given.agents:
         yield Hit(
-            f'weights.mode = "delta" needs an agent on every engine\'s host: a stock engine reads whole folders only{where}',
+            'weights.mode = "delta" needs an agent on every engine\'s host: a stock engine reads whole folders only',
             "run `palestra engine agent` on each host, or send whole weights",
             {"weights.mode": "full"},
         )

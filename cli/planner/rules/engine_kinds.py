@@ -72,13 +72,13 @@ def two_sources(case: Case) -> Iterator[Hit]:
 
 @RULES.rule(
     "P410",
-    WARNING,
+    ERROR,
     "rollout.pd.transfer",
-    title="caches travel between engines without RDMA",
-    why="Without RDMA a transfer goes through both hosts' TCP at a part of the card's speed, and only mooncake_tcp is made for it. SGLang "
-    "0.5.23 also knows nixl, mori and ascend; its `fake` moves nothing, so decode engines would read empty caches.",
+    title="caches do not travel between engines, or without RDMA",
+    why="SGLang 0.5.23 knows mooncake, nixl, mori and ascend; its `fake` moves nothing, so decode engines would read empty caches. Without "
+    "RDMA a transfer goes through both hosts' TCP at a part of the card's speed, and only mooncake_tcp is made for it: that is a warning.",
     recipe="two-nodes",
-    fails={"hardware.rdma": False},
+    fails={"rollout.pd.transfer": "fake"},
     passes={"hardware.rdma": False, "rollout.pd.transfer": "mooncake_tcp"},
 )
 def transfer(case: Case) -> Iterator[Hit]:
@@ -87,14 +87,13 @@ def transfer(case: Case) -> Iterator[Hit]:
     if pd is None:
         return
     if pd.transfer == "fake":
-        yield Hit(
-            "transfer fake moves no caches", "take mooncake", {"rollout.pd.transfer": "mooncake"}, None, Severity.ERROR
-        )
+        yield Hit("transfer fake moves no caches", "take mooncake", {"rollout.pd.transfer": "mooncake"})
     elif not case.on_cpu and not case.input.hardware.rdma and pd.transfer != "mooncake_tcp":
         yield Hit(
             f"transfer {pd.transfer} without RDMA (hardware.rdma = false)",
             "take mooncake_tcp, or set hardware.rdma where there is RDMA",
             {"rollout.pd.transfer": "mooncake_tcp"},
+            severity=WARNING,
         )
 
 

@@ -23,7 +23,7 @@ def sizes(case: Case) -> tuple[tuple[str, int], ...]:
     """(field, GPUs of one engine) of each kind that SGLang has here, also where the machine's GPUs are not described; none where engines
     run elsewhere or are embedded."""
     rollout = case.input.rollout
-    if rollout.engine != "sglang" or case.mode == "external" or rollout.urls:
+    if rollout.engine != "sglang" or case.mode == "external" or case.external_urls:
         return ()
     if rollout.pd is not None:
         return (
@@ -33,18 +33,13 @@ def sizes(case: Case) -> tuple[tuple[str, int], ...]:
     return (("rollout.gpus_per_engine", rollout.gpus_per_engine),)
 
 
-def external_urls(case: Case) -> list[str]:
-    """Engines that others run."""
-    return [*case.input.placement.external_urls, *case.input.rollout.urls]
-
-
 def engine_count(case: Case) -> int:
     """Engines that requests are spread over."""
     rollout = case.input.rollout
     if rollout.engine != "sglang":
         return 1
-    if urls := external_urls(case):
-        return len(set(urls))
+    if case.external_urls:
+        return len(case.external_urls)
     return sum(engine.count for engine in case.engines) or 1
 
 

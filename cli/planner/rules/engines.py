@@ -11,6 +11,7 @@ from palestra.cli.planner.engines import mem_fraction, weight_dtype
 from palestra.cli.planner.fitting import tried
 from palestra.cli.planner.rules.collect import ERROR, WARNING, Rules
 from palestra.cli.planner.rules.engine_words import attention_ranks, sizes, sound, widths, workable
+from palestra.cli.planner.rules.mending import mended
 from palestra.envs.findings import Hit
 
 RULES = Rules()
@@ -88,13 +89,13 @@ def copied_keys(case: Case) -> Iterator[Hit]:
         ranks = attention_ranks(case, size)
         if case.model.mla or not case.model.attn_layers or ranks <= groups:
             continue
-        smaller = workable(case, path, [size * groups // ranks])
-        yield Hit(
+        smaller = size * groups // ranks
+        hit = Hit(
             f"{ranks} ranks of attention and {groups} key heads: the cache is kept {ranks / groups:g} times",
-            f"engines of {size * groups // ranks} GPUs, or rollout.dp_attention with rollout.dp = {ranks // groups}",
-            {path: smaller[0]} if smaller else {},
-            path,
+            f"engines of {smaller} GPUs, or rollout.dp_attention with rollout.dp = {ranks // groups}",
+            path=path,
         )
+        yield mended(case, copied_keys, hit, [{path: smaller}])
 
 
 @RULES.rule(

@@ -23,7 +23,7 @@ WHOLE = {
 def unclipped(case: Case) -> bool:
     """Whether the ratio of policies is taken as it is."""
     algo = case.input.algo
-    return not algo.clip or (algo.clip_low is None and algo.clip_high is None)
+    return not algo.clip
 
 
 @RULES.rule(

@@ -8,22 +8,16 @@ from math import ceil
 from palestra.cli.engines.rules import divisors, nearest, whole_nodes
 from palestra.cli.planner.case import Case
 from palestra.cli.planner.rules.collect import ERROR, WARNING, Rules
-from palestra.cli.planner.rules.engine_words import external_urls, sizes, workable
+from palestra.cli.planner.rules.engine_words import sizes, workable
 from palestra.envs.findings import Hit
 
 RULES = Rules()
 
 
-def reference_gpus(case: Case) -> int:
-    """GPUs that only compute the reference policy."""
-    given = case.input.placement
-    return max(1, given.reference_gpus) if given.reference == "separate_gpus" else 0
-
-
 def gpus_needed(case: Case) -> int:
     """GPUs that training, rollout and reference take together."""
     own = case.train_gpus if case.mode == "external" else case.train_gpus + case.rollout_gpus
-    return (max(case.train_gpus, case.rollout_gpus) if case.colocated else own) + reference_gpus(case)
+    return (max(case.train_gpus, case.rollout_gpus) if case.colocated else own) + case.reference_gpus
 
 
 @RULES.rule(
@@ -63,7 +57,7 @@ def idle_gpus(case: Case) -> Iterator[Hit]:
         whole = need > 0 and need % per_node == 0
         yield Hit(
             f"{idle} of {case.gpus_there} GPUs are idle: training has {case.train_gpus}, the rollout {case.rollout_gpus}, "
-            f"the reference {reference_gpus(case)}" + (", shared in turns" if case.colocated else ""),
+            f"the reference {case.reference_gpus}" + (", shared in turns" if case.colocated else ""),
             f"set hardware.nodes = {need // per_node}" if whole else "give them to the rollout or to training",
             {"hardware.nodes": need // per_node} if whole else {},
         )
@@ -150,7 +144,7 @@ def external_topology(case: Case) -> Iterator[Hit]:
 )
 def external_without_urls(case: Case) -> Iterator[Hit]:
     """External without a URL."""
-    if case.mode == "external" and not external_urls(case):
+    if case.mode == "external" and not case.external_urls:
         yield Hit("engines run elsewhere (placement.mode = external), and no URL of one is given", "give rollout.urls")
 
 
@@ -246,10 +240,16 @@ def foreign_engine(case: Case) -> Iterator[Hit]:
     passes={"weights.transport": "disk"},
 )
 def gpus_of_a_cpu(case: Case) -> Iterator[Hit]:
-    """Without GPUs: a number of them, or a transport between them."""
+    """Without GPUs: a placement of them, a number of them, or a transport between them."""
+    given = case.input.placement
+    if case.input.hardware.gpu == "cpu" and given.mode not in (None, "cpu"):
+        yield Hit(
+            f"placement.mode is {given.mode}, and hardware.gpu is cpu: there are no GPUs to place on",
+            "leave placement.mode out, or say which GPUs there are in hardware.gpu",
+            {"placement.mode": None},
+        )
     if not case.on_cpu:
         return
-    given = case.input.placement
     for name in ("train_gpus", "rollout_gpus", "reference_gpus"):
         if (count := getattr(given, name) or 0) > 0:
             yield Hit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, inf
 
 from palestra.cli.planner.case import Case
 from palestra.cli.planner.flow import groups_to_submit
@@ -12,6 +12,7 @@ from palestra.cli.planner.rules.collect import ERROR, NOTE, WARNING, Rules
 from palestra.cli.planner.rules.freshness import unclipped
 from palestra.envs.findings import Hit
 from palestra.server.schedulerules import least_bound
+from palestra.trainer.config import BY_ROW
 
 RULES = Rules()
 BY_SEQUENCE = ("seq_tis", "seq_mis", "seq_mask", "geo_mask")
@@ -48,14 +49,15 @@ def whole_distribution(case: Case) -> Iterator[Hit]:
     "P710",
     ERROR,
     "algo.temperature",
-    title="greedy training traffic",
-    why="At temperature 0 every rollout of a group is the same, and logprobs are not those of what was sampled.",
+    title="greedy training traffic, or a temperature that is no number",
+    why="At temperature 0 every rollout of a group is the same, and logprobs are not those of what was sampled. Logits divided by infinity "
+    "are all alike, by nan nothing at all.",
     recipe="qwen3-4b",
     fails={"algo.temperature": 0.0},
 )
 def greedy(case: Case) -> Iterator[Hit]:
-    """0 or below."""
-    if case.input.algo.temperature <= 0:
+    """0 or below, or no number that logits could be divided by."""
+    if not 0 < case.input.algo.temperature < inf:
         yield Hit(
             f"algo.temperature = {case.input.algo.temperature:g}: training needs samples of a distribution",
             "1 is usual",
@@ -160,7 +162,8 @@ def cut_replies(case: Case) -> Iterator[Hit]:
 def noisy_deviation(case: Case) -> Iterator[Hit]:
     """G < 4."""
     algo = case.input.algo
-    if algo.std_normalise and 2 <= algo.group_size < 4:
+    own = algo.estimator not in ("grpo", "gspo") or algo.advantage is not None
+    if algo.std_normalise and not own and 2 <= algo.group_size < 4:
         yield Hit(
             f"algo.std_normalise with {algo.group_size} rollouts a group: the deviation is noise",
             "larger groups, or no normalising",
@@ -246,7 +249,7 @@ def routing_flips(case: Case) -> Iterator[Hit]:
     algo = case.input.algo
     if not case.model.experts or (algo.updates_per_batch == 1 and case.staleness < 1):
         return
-    by_sequence = "gspo" in (algo.estimator, algo.loss) or case.ratio_correction in BY_SEQUENCE
+    by_sequence = algo.estimator == "gspo" or algo.loss in BY_ROW or case.ratio_correction in BY_SEQUENCE
     replayed = case.input.train.router_replay == "rollout"
     if by_sequence and replayed:
         yield Hit(

@@ -86,9 +86,8 @@ def starved(case: Case) -> Iterator[Hit]:
     times, schedule = timed(case), case.input.schedule
     if times is None or schedule.kind == "sync" or case.staleness < 0:
         return
-    engines = max(1, case.decoding.count if case.decoding else len(case.input.rollout.urls))
     sampling = case.work.sampled / times.decode_tok_s
-    busy = max(case.rollouts * sampling / engines, times.train_s) + times.publish_s
+    busy = max(case.rollouts * sampling / case.sampling_engines, times.train_s) + times.publish_s
     duration = sampling * min(times.running, max(1.0, case.running)) + waits_s(case)
     flight = in_flight(rollouts=case.rollouts, period_s=busy, duration_s=duration, staleness=case.staleness)
     if flight.demand > flight.cap:

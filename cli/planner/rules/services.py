@@ -11,6 +11,7 @@ from palestra.cli.planner.memory import GIB, RUNTIME_BYTES, record_bytes_per_tok
 from palestra.cli.planner.rules.asking import hits, timed
 from palestra.cli.planner.rules.collect import ERROR, NOTE, WARNING, Rules
 from palestra.cli.planner.rules.memory import host_items
+from palestra.cli.planner.rules.mending import mended
 from palestra.cli.planner.rules.pools import checkpoint_size
 from palestra.envs.findings import Hit, Severity
 from palestra.envs.sandboxes import refusals
@@ -50,13 +51,13 @@ def enough_boxes(case: Case) -> Iterator[Hit]:
     if demand is None or timed(case) is None or not there or there >= demand.needed:
         return
     needed = ceil(demand.needed)
-    yield Hit(
+    hit = Hit(
         f"episodes wait for a box: {demand.rate:.3g} boxes per second that live "
         f"{demand.create_s + demand.busy_s + demand.destroy_s:.3g} s make "
         f"{needed} at a time by Little's law, sandbox.boxes is {there}",
-        f"set sandbox.boxes = {needed}",
-        {"sandbox.boxes": needed},
+        f"set sandbox.boxes = {needed}, where their machines have room for so many",
     )
+    yield mended(case, enough_boxes, hit, [{"sandbox.boxes": needed}])
 
 
 @RULES.rule(
@@ -78,12 +79,12 @@ def some_boxes(case: Case) -> Iterator[Hit]:
     if there < 1:
         yield from _refused(case, "P902")
     elif case.input.sandbox.per_episode and there < group:
-        yield Hit(
+        hit = Hit(
             f"sandbox.boxes is {there}: the {group} rollouts of a group cannot play at a time",
-            f"set sandbox.boxes = {group}",
-            {"sandbox.boxes": group},
+            f"set sandbox.boxes = {group}, where their machines have room for so many",
             severity=Severity.WARNING,
         )
+        yield mended(case, some_boxes, hit, [{"sandbox.boxes": group}])
 
 
 @RULES.rule(
@@ -293,7 +294,7 @@ def tools_against_sampling(case: Case) -> Iterator[Hit]:
     why="Each group is on disk before its turn counts: an fsync that waits for a network makes every reply wait. "
     "Bytes are ids and logprobs of each token, and with routing replay its experts (F17).",
     recipe="two-nodes",
-    fails={"run.buffer_dir": "/shared/buffer", "run.buffer_on_network": True},
+    fails={"run.buffer_dir": "/data/buffer"},
 )
 def buffer_writes(case: Case) -> Iterator[Hit]:
     """Bytes of records per step, where the folder is given."""

@@ -28,7 +28,7 @@ USUAL = {"colocated": "ipc", "separate": "nccl"}
 def elsewhere(case: Case) -> bool:
     """Whether there are engines on other hosts than the trainer's."""
     if case.mode == "external":
-        urls = case.input.placement.external_urls or case.input.rollout.urls
+        urls = case.external_urls
         return not urls or not all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     return not case.on_cpu and case.input.hardware.nodes > 1
 
