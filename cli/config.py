@@ -20,7 +20,7 @@ from palestra.agents.evaluation.config import EvalConfig
 from palestra.cli.engines.rules import agents_there
 from palestra.cli.planner.runsections import PlanWorkload
 from palestra.cli.planner.sections import PlanHardware
-from palestra.cli.sections import FolderSection, ModelConfig, RunSection, check_passed
+from palestra.cli.sections import FolderSection, ModelConfig, RunSection, check_backend, check_passed
 from palestra.envs.config import EnvConfig, Section
 from palestra.envs.overrides import apply_override
 from palestra.envs.sandboxes import SandboxConfig
@@ -76,8 +76,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
         check_passed(self.rollout, self.sglang, self.router)
-        if self.megatron and self.train.backend != "megatron":
-            raise ValueError(f'[megatron] needs train.backend = "megatron", not {self.train.backend!r}')
+        check_backend(self.megatron, self.train.backend)
         self.schedule.staleness(self.algo.updates_per_batch)
         self._carries_over()
         self._evaluates()

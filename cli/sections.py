@@ -113,6 +113,16 @@ class RunSection(FolderSection):
         return self
 
 
+def check_backend(megatron: Mapping[str, Any], backend: str) -> None:
+    """Megatron's table needs megatron's backend.
+
+    Raises:
+        ValueError: the run has another one.
+    """
+    if megatron and backend != "megatron":
+        raise ValueError(f'[megatron] needs train.backend = "megatron", not {backend!r}')
+
+
 def check_passed(rollout: EngineSection, sglang: Mapping[str, Any], router: Mapping[str, Any]) -> None:
     """Tables that are passed on must have somebody who gets them.
 

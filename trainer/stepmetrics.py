@@ -14,6 +14,7 @@ from palestra.server.types import TrajectoryGroup
 from palestra.trainer.batches import BatchRow, Packing, Plan
 from palestra.trainer.mismatch import compared, mismatch_metrics
 from palestra.trainer.staleness import age_metrics, age_weights
+from palestra.trainer.sums import add_sums
 from palestra.trainer.types import F32, ForwardStats, OptimStats
 
 
@@ -61,11 +62,10 @@ def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
 
 def _together(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of all updates: largest values are compared, others added up."""
-    names = {name for each in sums for name in each}
-    return {
-        name: max(each[name] for each in sums if name in each) if name.startswith("max_") else _total(sums, name)
-        for name in sorted(names)
-    }
+    together: dict[str, float] = {}
+    for each in sums:
+        add_sums(together, each)
+    return dict(sorted(together.items()))
 
 
 def _own(sums: Mapping[str, float], tokens: float) -> dict[str, float]:

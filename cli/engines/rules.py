@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from palestra.envs.findings import Finding, Severity
+from palestra.trainer.layout import numbers
 
 DETERMINISTIC = ("fa3", "fa4", "flashinfer", "triton", "ascend", "intel_xpu")
 """Attention backends of SGLang 0.5.23 whose results do not depend on the batch."""
@@ -25,7 +26,7 @@ def divisors(number: int) -> list[int]:
 
 def nearest(wanted: int, candidates: Collection[int]) -> int | None:
     """The candidate that is next to what was wanted, the larger of two; None: there is none."""
-    return min(candidates, key=lambda each: (abs(each - wanted), -each), default=None)
+    return next(iter(numbers.nearest(tuple(candidates), wanted)), None)
 
 
 def whole_nodes(size: int, gpus_per_node: int) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from palestra.cli.planner.runsections import (
     PlanWorkload,
 )
 from palestra.cli.planner.sections import PlanHardware, PlanModel, PlanPlacement, PlanTrain
-from palestra.cli.sections import ModelConfig, RunSection, check_passed
+from palestra.cli.sections import ModelConfig, RunSection, check_backend, check_passed
 from palestra.envs.config import EnvConfig, Section
 from palestra.envs.findings import Finding, RefusedError, Severity
 from palestra.envs.sandboxes import SandboxConfig
@@ -146,8 +146,10 @@ def passed_on(data: Mapping[str, Any]) -> Iterator[Finding]:
     if not given:
         return
     backend = _values(data, "train").get("backend", TrainConfig.model_fields["backend"].default)
-    if "megatron" in given and backend != "megatron":
-        yield _bad("megatron", f'[megatron] needs train.backend = "megatron", not {backend!r}')
+    try:
+        check_backend(given.get("megatron", {}), backend)
+    except ValueError as error:
+        yield _bad("megatron", str(error))
     values = _values(data, "rollout")
     if "engines" not in values and _values(data, "hardware").get("gpu", "cpu") != "cpu":
         # As many as the GPUs are enough for, which a plan takes for several.

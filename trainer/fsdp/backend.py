@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,6 +24,8 @@ from palestra.trainer.fsdp.optimizer import Optimizer
 from palestra.trainer.fsdp.process import device, ensure_mesh
 from palestra.trainer.megatron.families import Architecture
 from palestra.trainer.megatron.state import FIRST, MODEL, REFERENCE, SECOND
+from palestra.trainer.sums import add_sums
+from palestra.trainer.tensors import tensors_of
 from palestra.trainer.types import F32, ForwardStats, Loss, MicroBatch, OptimStats, TrainerError
 
 
@@ -75,9 +76,9 @@ class FsdpBackend:
             tokens += width
             shared = self._exchange(turn, own.detach())
             for rank, batch in enumerate(turn):
-                value, metrics = loss(own if rank == self._rank else shared[rank], self._tensors(batch))
+                value, metrics = loss(own if rank == self._rank else shared[rank], tensors_of(batch, self._device))
                 total += float(value.detach())
-                _merge(sums, {name: float(metric.detach()) for name, metric in metrics.items()})
+                add_sums(sums, {name: float(metric.detach()) for name, metric in metrics.items()})
                 if rank == self._rank:
                     value.backward()  # type: ignore[no-untyped-call]
             if self._rank >= len(turn):
@@ -127,14 +128,6 @@ class FsdpBackend:
         value = torch.tensor(count, device=self._device)
         dist.all_reduce(value)
         return int(value)
-
-    def _tensors(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        named = ((each.name, getattr(batch, each.name)) for each in fields(batch))
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(value)).to(self._device)
-            for name, value in named
-            if value is not None
-        }
 
     @contextlib.contextmanager
     def _reference_in_place(self) -> Iterator[None]:
@@ -198,12 +191,3 @@ class FsdpBackend:
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under their Hugging Face names and shapes, in a stable order."""
         yield from names.exported(self.model, names.own_tensors(self.model))
-
-
-def _merge(sums: dict[str, float], metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-        known = sums.get(name)
-        if known is None:
-            sums[name] = value
-        else:
-            sums[name] = max(known, value) if name.startswith("max_") else known + value

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from palestra.trainer.losses.entropy import Wanted
@@ -29,6 +28,8 @@ from palestra.trainer.megatron.optimizer import Optimizer, OptimSettings
 from palestra.trainer.megatron.process import device, ensure_process_group
 from palestra.trainer.megatron.weights import HfWeights
 from palestra.trainer.prefix import pack
+from palestra.trainer.sums import add_sums
+from palestra.trainer.tensors import added, chosen, predictors_of, putter, tensors_of
 from palestra.trainer.types import F32, ForwardStats, Loss, MicroBatch, OptimStats, TrainerError
 
 
@@ -94,7 +95,7 @@ class MegatronBackend:
             logprobs, width, entropy = self._run(model, batch, self._settings.entropy)
             nodes += width
             beside = {} if entropy is None else {"entropy": entropy}
-            return logprobs, lambda out: _loss_of(loss, out, self._tensors(batch) | beside)
+            return logprobs, lambda out: _loss_of(loss, out, tensors_of(batch, self._device) | beside)
 
         results = get_forward_backward_func()(
             forward_step_func=step,
@@ -107,7 +108,7 @@ class MegatronBackend:
         )
         for value, metrics in results:
             total += value
-            _merge(sums, metrics)
+            add_sums(sums, metrics)
         return ForwardStats(loss=total, sums=sums, tokens=nodes)
 
     def optim_step(self, lr: float) -> OptimStats:
@@ -124,15 +125,13 @@ class MegatronBackend:
     ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
         """log p [B, S], how many nodes went through the model, and entropies [B, S] where they are wanted."""
         packed = pack(batch)
-        rows, columns = np.nonzero(batch.weights[:, 1:])
-        columns = columns + 1
-        predictors = np.array([packed.paths[r][c - 1] for r, c in zip(rows, columns, strict=True)], dtype=np.int64)
-        put = self._put
+        rows, columns = chosen(batch)
+        put = putter(self._device)
         picked = model(
             token_ids=put(packed.token_ids),
             positions=put(packed.positions),
-            visible=None if packed.visible is None else _added(put(packed.visible))[None, None],
-            predictors=put(predictors),
+            visible=None if packed.visible is None else added(put(packed.visible))[None, None],
+            predictors=put(predictors_of(packed, rows, columns)),
             targets=put(batch.token_ids[rows, columns]),
             temperature=put(batch.temperature[rows]),
             chunk=self._settings.logprob_chunk,
@@ -142,13 +141,6 @@ class MegatronBackend:
         told = picked if entropy == "none" else picked[0]
         beside = None if entropy == "none" else empty.index_put(where, picked[1])
         return empty.index_put(where, told), len(packed.token_ids), beside
-
-    def _put(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-    def _tensors(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        named = ((each.name, getattr(batch, each.name)) for each in fields(batch))
-        return {name: self._put(value) for name, value in named if value is not None}
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -211,12 +203,6 @@ class MegatronBackend:
         yield from convert.export(self._parameters(), self.arch)
 
 
-def _added(visible: torch.Tensor) -> torch.Tensor:
-    """Who sees whom, as numbers that are added to attention's scores: 0 or -inf. Made of truth values they would be made once a layer, and
-    each layer's copy kept for the backward pass."""
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
-
-
 def _loss_of(
     loss: Loss, logprobs: torch.Tensor, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -224,12 +210,3 @@ def _loss_of(
     value, metrics = loss(logprobs, batch)
     kept = (float(value.detach()), {name: float(metric.detach()) for name, metric in metrics.items()})
     return value, torch.ones((), dtype=torch.int), kept
-
-
-def _merge(sums: dict[str, float], metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-        known = sums.get(name)
-        if known is None:
-            sums[name] = value
-        else:
-            sums[name] = max(known, value) if name.startswith("max_") else known + value

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ from palestra.trainer.megatron.core import (
 )
 from palestra.trainer.megatron.families import Architecture, architecture_of, read_config
 from palestra.trainer.megatron.parallel import checkpoint
-from palestra.trainer.megatron.parallel.batches import Turn, chosen, nodes_of, turns
+from palestra.trainer.megatron.parallel.batches import Turn, nodes_of, turns
 from palestra.trainer.megatron.parallel.gathering import gather, whole_parts
 from palestra.trainer.megatron.parallel.model import StageModel, parallel_config
 from palestra.trainer.megatron.parallel.optimizer import ShardedOptimizer
@@ -37,6 +36,8 @@ from palestra.trainer.megatron.parallel.refusals import check
 from palestra.trainer.megatron.parallel.shards import fill, locals_of
 from palestra.trainer.megatron.process import device
 from palestra.trainer.megatron.weights import HfWeights
+from palestra.trainer.sums import add_sums
+from palestra.trainer.tensors import chosen, putter, tensors_of
 from palestra.trainer.types import F32, ForwardStats, Loss, MicroBatch, OptimStats, TrainerError
 
 
@@ -101,10 +102,7 @@ class ParallelBackend:
         answers = self._run(batches, loss)
         sums: dict[str, float] = {}
         for answer in answers:
-            for name, value in answer.sums.items():
-                known = sums.get(name)
-                largest = name.startswith("max_")
-                sums[name] = value if known is None else max(known, value) if largest else known + value
+            add_sums(sums, answer.sums)
         total, nodes = sum(answer.loss for answer in answers), sum(answer.nodes for answer in answers)
         return ForwardStats(loss=total, sums=sums, tokens=nodes), [answer.logprobs for answer in answers]
 
@@ -123,7 +121,7 @@ class ParallelBackend:
         """All micro-batches of the step through this rank's stage; without a loss, forward only. Returns everybody's, in their order."""
         layout, rank = self.layout, parallel_state.get_data_parallel_rank()
         mine = turns(batches, layout.dp, layout.pp if layout.vpp > 1 else 1)[rank]
-        ranks = layout.tp * layout.cp
+        ranks, put = layout.tp * layout.cp, putter(self._device)
         # Stages exchange states of one shape; without stages each micro-batch keeps its own.
         longest = max(turn.nodes for turn in mine) if layout.pp > 1 else 0
 
@@ -132,7 +130,7 @@ class ParallelBackend:
             found = chosen(turn.batch)
             width = _up(longest or turn.nodes, ranks)
             out = model(nodes_of(turn.batch, found, width, layout.cp > 1, self._device), self._settings.logprob_chunk)
-            where = self._put(found.rows), self._put(found.columns)
+            where = put(found[0]), put(found[1])
             return out, lambda picked: self._finish(turn, picked, where, loss)
 
         iterators = [iter(mine) for _ in self._chunks]
@@ -154,8 +152,7 @@ class ParallelBackend:
         logprobs = torch.zeros(turn.batch.token_ids.shape, device=self._device).index_put(where, picked)
         value, metrics = picked.sum() * 0.0, dict[str, torch.Tensor]()
         if loss is not None and turn.index >= 0:
-            named = ((each.name, getattr(turn.batch, each.name)) for each in fields(turn.batch))
-            value, metrics = loss(logprobs, {name: self._put(array) for name, array in named if array is not None})
+            value, metrics = loss(logprobs, tensors_of(turn.batch, self._device))
         sums = {name: float(metric.detach()) for name, metric in metrics.items()}
         kept = logprobs.detach().cpu().numpy()
         return (
@@ -163,9 +160,6 @@ class ParallelBackend:
             torch.ones((), dtype=torch.int),
             _Answer(turn.index, float(value.detach()), sums, kept, turn.nodes),
         )
-
-    def _put(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import torch
 from palestra.trainer.balancing import balance, filler
 from palestra.trainer.megatron.parallel.model import Nodes
 from palestra.trainer.prefix import PrefixTree, pack
+from palestra.trainer.tensors import added, predictors_of, putter
 from palestra.trainer.types import I64, MicroBatch
 
 
@@ -29,16 +29,6 @@ class Turn:
     """Among those of the whole step; -1: a filler, whose loss nobody asks for."""
     nodes: int
     """That go through the model, padding excluded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The predictions of a micro-batch."""
-
-    rows: I64
-    """[K]."""
-    columns: I64
-    """[K] the token that is predicted."""
 
 
 def turns(batches: Sequence[MicroBatch], ranks: int, multiple: int = 1) -> list[list[Turn]]:
@@ -58,38 +48,27 @@ def _nodes(batch: MicroBatch) -> int:
     return len(tree)
 
 
-def chosen(batch: MicroBatch) -> Chosen:
-    """The tokens whose weight is not 0."""
-    rows, columns = np.nonzero(batch.weights[:, 1:])
-    return Chosen(rows, columns + 1)
-
-
-def nodes_of(batch: MicroBatch, found: Chosen, width: int, masked: bool, device: torch.device) -> Nodes:
+def nodes_of(batch: MicroBatch, found: tuple[I64, I64], width: int, masked: bool, device: torch.device) -> Nodes:
     """The nodes of a micro-batch, padded to `width`; padding sees itself and is seen by nothing that is real.
+
+    `found`: row and column of the tokens that are predicted (`tensors.chosen`).
 
     `masked`: with a mask even where a single row would be plainly causal.
     """
-    packed = pack(batch)
+    packed, put, (rows, columns) = pack(batch), putter(device), found
     real = len(packed.token_ids)
     ids, positions = np.zeros(width, dtype=np.int64), np.zeros(width, dtype=np.int64)
     ids[:real], positions[:real] = packed.token_ids, packed.positions
-    pairs = zip(found.rows, found.columns, strict=True)
-    predictors = np.array([packed.paths[row][column - 1] for row, column in pairs], dtype=np.int64)
-
-    def put(array: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
     visible = None
     if packed.visible is not None or masked:
         sees = np.eye(width, dtype=np.bool_)
         sees[:real, :real] = np.tri(real, dtype=np.bool_) if packed.visible is None else packed.visible
-        # Added to scores: made of truth values, attention would make it anew in each layer and keep each copy.
-        visible = torch.zeros(sees.shape, device=device).masked_fill_(~put(sees), -torch.inf)[None, None]
+        visible = added(put(sees))[None, None]
     return Nodes(
         token_ids=put(ids),
         positions=put(positions),
         visible=visible,
-        predictors=put(predictors),
-        targets=put(batch.token_ids[found.rows, found.columns]),
-        temperature=put(batch.temperature[found.rows]),
+        predictors=put(predictors_of(packed, rows, columns)),
+        targets=put(batch.token_ids[rows, columns]),
+        temperature=put(batch.temperature[rows]),
     )
