@@ -17,9 +17,9 @@ import orjson
 
 from benchmarks.buffer_peer import Atropos
 from benchmarks.env_step_wire import cpu_s
-from palestra.server.buffer.codec import decode_group, encode_group, join_blobs, split_blobs
 from palestra.server.buffer.types import RunBuffer
 from palestra.server.types import TrajectoryGroup
+from palestra.server.wire.codec import decode_group, encode_group, join_blobs, split_blobs
 
 OWNER, LEASE_S, ANSWER_S = "trainer", 600.0, 120.0
 

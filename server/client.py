@@ -17,12 +17,12 @@ import orjson
 
 from palestra.agents.types import SessionHandle
 from palestra.envs.types import Message
-from palestra.server.buffer.codec import decode_group, split_blobs
 from palestra.server.publish_client import PublishCalls
 from palestra.server.store.jsonbytes import dumps
 from palestra.server.store.types import SessionOutcome
 from palestra.server.transcripts import trajectory_of
 from palestra.server.types import LeaseLost, RenderedRow, ServerError, Trajectory, TrajectoryGroup
+from palestra.server.wire.codec import decode_group, split_blobs
 from palestra.server.work_client import WorkCalls, handle_of
 
 

@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from palestra.agents.types import Verdict
 from palestra.server import control_bodies as bodies
-from palestra.server.buffer.codec import decode_group, encode_group, join_blobs, split_blobs
 from palestra.server.control_bodies import Body, decode_body
 from palestra.server.gateway.dialects.reading import check_messages, check_tools
 from palestra.server.gateway.endpoint import key_of, read_body
@@ -24,6 +23,7 @@ from palestra.server.gateway.types import status_of
 from palestra.server.plan.types import WorkerFacts
 from palestra.server.service import RolloutService
 from palestra.server.types import SampleError, ServerError, SessionError, StoreError
+from palestra.server.wire.codec import decode_group, encode_group, join_blobs, split_blobs
 
 control = APIRouter()
 MAX_GROUPS = 1 << 30

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from palestra.server.buffer.codec import encode_group
 from palestra.server.buffer.retention import Retention, shelves_of, unwanted
 from palestra.server.buffer.types import GroupEntry, RunBuffer, RunBufferReader
 from palestra.server.rows import group_of
 from palestra.server.types import GroupState, ServerError, TokenSource, TrajectoryGroup
+from palestra.server.wire.codec import encode_group
 from tests.conformance.buffer_suite import Clock
 from tests.fakes.memory_buffer import MemoryBuffer
 from tests.fakes.rollouts import trajectory, turn

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palestra.server.buffer.checksum import checksum
-from palestra.server.buffer.codec import check_bytes, decode_group, encode_group, join_blobs, split_blobs
 from palestra.server.types import (
     SampleError,
     StoreError,
@@ -19,6 +17,8 @@ from palestra.server.types import (
     TrajectoryGroup,
     VersionSpan,
 )
+from palestra.server.wire.checksum import checksum
+from palestra.server.wire.codec import check_bytes, decode_group, encode_group, join_blobs, split_blobs
 from tests.fakes.rollouts import group
 
 

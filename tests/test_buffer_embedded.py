@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from palestra.server.buffer.codec import encode_group
 from palestra.server.buffer.embedded import EmbeddedBuffer
 from palestra.server.buffer.reader import BufferReader
 from palestra.server.buffer.retention import Retention
 from palestra.server.types import StoreError
+from palestra.server.wire.codec import encode_group
 from tests.conformance.buffer_suite import Clock, ids
 from tests.conformance.run_buffer_suite import train
 from tests.fakes.rollouts import group

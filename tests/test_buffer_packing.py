@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from palestra.server.buffer import packing
-from palestra.server.buffer.codec import decode_group, encode_group
-from palestra.server.buffer.packing import Cursor, pack, unpack
 from palestra.server.types import SampleError, TokenSource, TrainingSample, TrajectoryGroup, VersionSpan
+from palestra.server.wire import packing
+from palestra.server.wire.codec import decode_group, encode_group
+from palestra.server.wire.packing import Cursor, pack, unpack
 
 S, P = TokenSource.SAMPLED, TokenSource.PROMPT
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from palestra.server.buffer import schema
-from palestra.server.buffer.codec import encode_group
 from palestra.server.buffer.counts import count_rollouts, counts_to_json
 from palestra.server.buffer.embedded import EmbeddedBuffer
 from palestra.server.buffer.reader import BufferReader
 from palestra.server.store.database import Schema
 from palestra.server.types import GroupState, StoreError
+from palestra.server.wire.codec import encode_group
 from tests.conformance.buffer_suite import Clock, ids
 from tests.fakes.rollouts import group
 

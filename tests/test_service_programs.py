@@ -12,11 +12,11 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 
-from palestra.server.buffer.codec import encode_group, join_blobs
 from palestra.server.client import ServiceClient
 from palestra.server.ledger import read_ledger
 from palestra.server.rows import group_of
 from palestra.server.types import TrajectoryGroup
+from palestra.server.wire.codec import encode_group, join_blobs
 from tests.live import TOKEN, LiveService, engine_process, settings, wait_for
 
 pytestmark = pytest.mark.walk

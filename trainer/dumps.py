@@ -1,7 +1,7 @@
 """Claimed batches as files: what a step was trained on, so that it can be trained again without engines.
 
 In: the groups of a step and where they come from. Out: a file a step, `step-00000007.batch`, there whole or not at all:
-`magic, format, header length, checksum | msgpack header | groups as server/buffer/codec.py writes them`. A folder belongs to one run.
+`magic, format, header length, checksum | msgpack header | groups as server/wire/codec.py writes them`. A folder belongs to one run.
 Nothing is waited for but the disk.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from palestra.server.buffer.checksum import checksum
-from palestra.server.buffer.codec import decode_group, encode_group, join_blobs, split_blobs
-from palestra.server.buffer.packing import padding
 from palestra.server.types import SampleError, StoreError, TrajectoryGroup
+from palestra.server.wire.checksum import checksum
+from palestra.server.wire.codec import decode_group, encode_group, join_blobs, split_blobs
+from palestra.server.wire.packing import padding
 from palestra.trainer.durable import ASIDE, sync_file
 from palestra.trainer.types import TrainerError
 

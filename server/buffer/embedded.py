@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from palestra.server.buffer import lineage
-from palestra.server.buffer.codec import encode_group
 from palestra.server.buffer.counts import (
     check_group,
     count_ready,
@@ -34,6 +33,7 @@ from palestra.server.buffer.types import Depth, RestoreReport
 from palestra.server.store.database import check_text, open_writer, store_errors, transaction
 from palestra.server.store.lock import FileLock
 from palestra.server.types import GroupState, LeaseLost, StoreError, TrajectoryGroup
+from palestra.server.wire.codec import encode_group
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from palestra.server.buffer import pg_lineage, pg_sql
-from palestra.server.buffer.codec import decode_group, encode_group
 from palestra.server.buffer.counts import check_group, count_rollouts, counts_to_json, versions_of
 from palestra.server.buffer.embedded import DAMAGED
 from palestra.server.buffer.pg_link import Db, Link
@@ -28,6 +27,7 @@ from palestra.server.buffer.pg_schema import own
 from palestra.server.buffer.retention import Retention
 from palestra.server.buffer.types import Depth, RestoreReport
 from palestra.server.types import LeaseLost, StoreError, TrajectoryGroup
+from palestra.server.wire.codec import decode_group, encode_group
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palestra.server.buffer.codec import decode_group
 from palestra.server.store.database import sync_folder
 from palestra.server.types import StoreError, TrajectoryGroup
+from palestra.server.wire.codec import decode_group
 
 SUFFIX = ".seg"
 _NAME = re.compile(r"\d{8,}\.seg")

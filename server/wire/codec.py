@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from palestra.server.buffer.checksum import checksum
-from palestra.server.buffer.packing import Cursor, PackedRow, SpreadRow, pack, padding, unpack
 from palestra.server.types import (
     SampleError,
     StoreError,
@@ -23,6 +21,8 @@ from palestra.server.types import (
     VersionSpan,
     unchecked_sample,
 )
+from palestra.server.wire.checksum import checksum
+from palestra.server.wire.packing import Cursor, PackedRow, SpreadRow, pack, padding, unpack
 
 MAGIC = b"PLG"
 VERSION = 2
